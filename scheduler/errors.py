@@ -1,0 +1,83 @@
+"""The exception tree.
+
+    PagedRayError                    500  internal_error
+    ├── InvalidRequest               400  the client's fault: names the parameter
+    │   ├── ContextLengthExceeded    400  prompt and max_tokens do not fit the context
+    │   └── ModelNotFound            404  no such model here
+    ├── Overloaded                   429  a queue is at its bound; carries Retry-After
+    ├── EngineDead                   503  the worker group that held the request is gone; safe to retry
+    ├── ConfigError                  500  a setting is wrong; raised at start, names key, value and what would be right
+    └── CheckpointError              500  a model's files are missing, damaged or not supported
+
+Every exception here can be pickled: its constructor takes the values it shows, in `args`.
+"""
+
+
+class PagedRayError(Exception):
+    """Base of everything PagedRay raises on purpose. `status` is its HTTP status, `type` and `code` its envelope."""
+
+    status = 500
+    type = "internal_error"
+    code: str | None = "internal_error"
+
+    @property
+    def message(self) -> str:
+        return str(self.args[0])
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class InvalidRequest(PagedRayError):
+    """What the client asked cannot be done. `param` names the field at fault, if one is."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = None
+
+    def __init__(self, message: str, param: str | None = None):
+        super().__init__(message, param)
+
+    @property
+    def param(self) -> str | None:
+        return self.args[1]
+
+
+class ContextLengthExceeded(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class ModelNotFound(InvalidRequest):
+    status = 404
+    code = "model_not_found"
+
+
+class Overloaded(PagedRayError):
+    """A bounded queue is full. `retry_after` is in seconds."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "overloaded"
+
+    def __init__(self, message: str, retry_after: float = 1.0):
+        super().__init__(message, retry_after)
+
+    @property
+    def retry_after(self) -> float:
+        return self.args[1]
+
+
+class EngineDead(PagedRayError):
+    """The worker group that held this request is gone. The same request may be sent again."""
+
+    status = 503
+    type = "service_unavailable_error"
+    code = "engine_dead"
+
+
+class ConfigError(PagedRayError):
+    code = "config_error"
+
+
+class CheckpointError(PagedRayError):
+    code = "checkpoint_error"

@@ -1,0 +1,141 @@
+"""What a caller may ask for: `SamplingParams`, `Request`; and what comes back: `SequenceOutput`."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .errors import InvalidRequest
+
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 4
+MAX_SEED = 2**63 - 1
+
+
+def _number(name: str, value: Any, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InvalidRequest(f"{name} must be a finite number, not {value!r}", name)
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} must be between {low:g} and {high:g}, not {value!r}", name)
+    return float(value)
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(f"{name} must be an integer, not {value!r}", name)
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} must be between {low} and {high}, not {value}", name)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens and when to stop. Names and defaults are vLLM's (`top_k` 0 or -1 means off).
+
+    Values out of range raise `InvalidRequest` naming the field. `temperature` under 1e-5 means greedy.
+    `stop` strings are matched on text, by whoever holds the text; the engine knows token ids only.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int | None = 16  # None: as far as the context allows
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: none; k: the chosen token's and the k likeliest ones'
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 - frozen
+        _integer("n", self.n, 1, MAX_N)
+        put("temperature", _number("temperature", self.temperature, 0, 2))
+        put("top_p", _number("top_p", self.top_p, 0, 1))
+        put("top_k", max(0, _integer("top_k", self.top_k, -1, 2**31 - 1)))
+        put("min_p", _number("min_p", self.min_p, 0, 1))
+        put("repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 1e-2, 1e2))
+        put("presence_penalty", _number("presence_penalty", self.presence_penalty, -2, 2))
+        put("frequency_penalty", _number("frequency_penalty", self.frequency_penalty, -2, 2))
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), MAX_SEED)
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if len(stop) > MAX_STOP_STRINGS:
+            raise InvalidRequest(f"stop may hold at most {MAX_STOP_STRINGS} strings, not {len(stop)}", "stop")
+        if any(not isinstance(s, str) or not s for s in stop):
+            raise InvalidRequest("stop must hold non-empty strings", "stop")
+        put("stop", stop)
+        put("stop_token_ids", tuple(_integer("stop_token_ids", t, 0, 2**31 - 1) for t in self.stop_token_ids or ()))
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(f"min_tokens ({self.min_tokens}) is over max_tokens ({self.max_tokens})", "min_tokens")
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        bias = {}
+        for token, value in (self.logit_bias or {}).items():
+            bias[_integer("logit_bias", token, 0, 2**31 - 1)] = _number("logit_bias", value, -100, 100)
+        put("logit_bias", bias)
+
+    @property
+    def greedy(self) -> bool:
+        """True where the likeliest token is always taken, whatever the other fields say."""
+        return self.temperature < 1e-5 or self.top_k == 1 or self.top_p == 0.0
+
+    def clone(self, **changes: Any) -> "SamplingParams":
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to generate. A call with n choices becomes n requests that differ in `index` (and id).
+
+    `sampling.seed` is always set by the time a request reaches a scheduler, so that a draw is a function of
+    (seed, index, position) and a request that is preempted or resumed elsewhere continues with the same draws.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    model: str = ""
+    index: int = 0
+    priority: int = 0  # lower goes first, as in vLLM
+    arrival_time: float = 0.0  # seconds, on the scheduler's clock
+    tenant: str = "default"
+    cache_salt: str = ""  # requests share cached prefixes only with the same salt
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one generated position, from the model's distribution before any sampling setting.
+
+    `top` holds the `logprobs` likeliest (token id, logprob), likeliest first. Values are finite.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """What one sequence gained in one step. The last one of a sequence has a `finish_reason`.
+
+    finish_reason: "stop" (end of sequence or a stop token, which is the last of `token_ids`), "length", "abort".
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: str | None = None
+    stop_token_id: int | None = None  # the stop_token_ids entry that ended it, None for end-of-sequence
+    num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache

@@ -1,0 +1,62 @@
+"""One growing list of tokens and the KV blocks that hold them."""
+
+from .block_pool import BlockHash, hash_block, root_hash
+from .request import Request
+
+
+class Sequence:
+    """A request in a worker group. There are no phases: tokens exist, `num_computed_tokens` of them have KV.
+
+    Prefill, a chunk of it, decode, a prefix hit and recomputing after a preemption are all tokens catching up.
+    """
+
+    __slots__ = (
+        "request",
+        "seq_id",
+        "key",
+        "token_ids",
+        "max_len",
+        "num_computed_tokens",
+        "num_cached_tokens",
+        "block_ids",
+        "block_hashes",
+        "awaits_token",
+        "num_sent_tokens",
+        "num_sent_blocks",
+        "last_step",
+    )
+
+    def __init__(self, request: Request, seq_id: int, key: tuple[float, int], max_len: int):
+        self.request = request
+        self.seq_id = seq_id
+        self.key = key  # who goes first: smaller
+        self.token_ids = list(request.prompt_token_ids)
+        self.max_len = max_len  # tokens, prompt included, at which it ends
+        self.num_computed_tokens = 0
+        self.num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache at first admission
+        self.block_ids: list[int] = []
+        self.block_hashes: list[BlockHash] = []  # of full blocks of known tokens
+        self.awaits_token = False  # a step that draws its next token is in flight
+        self.num_sent_tokens = 0  # what the ranks know of it
+        self.num_sent_blocks = 0
+        self.last_step = -1  # the last step it had a share in
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    def extend_hashes(self, block_size: int) -> None:
+        """Hash the full blocks that have come about since the last call."""
+        hashes = self.block_hashes
+        parent = hashes[-1] if hashes else root_hash(self.request.model, self.request.cache_salt)
+        for start in range(len(hashes) * block_size, len(self.token_ids) - block_size + 1, block_size):
+            parent = hash_block(parent, self.token_ids[start : start + block_size])
+            hashes.append(parent)

@@ -1,0 +1,328 @@
+"""StepScheduler: who runs in the next step. Continuous batching (Orca), chunked prefill (Sarathi), preemption (vLLM).
+
+The order of sequences is static: `key = arrival + priority * priority_weight`, in seconds. A level of priority is
+worth so many seconds of waiting, equal priorities are first come first served, and nobody starves: a sequence waits
+only for those with a smaller key, of which no new ones come once its key has passed. All rules follow from it:
+
+- the running set is the smallest keys, as many as slots and blocks allow; a smaller key preempts a larger one;
+- blocks are handed out in key order; where they run out, the largest key is preempted (its KV is recomputed later).
+  So the smallest key always advances, and since every sequence fits the pool alone, all of them end.
+"""
+
+from bisect import insort
+from dataclasses import dataclass
+
+from .block_pool import BlockHash, BlockPool
+from .errors import ConfigError, ContextLengthExceeded, InvalidRequest
+from .plan import NewSequence, ScheduledSequence, StepPlan, StepResult
+from .request import Request, SequenceOutput
+from .sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Gauges and running totals of one worker group."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_used_blocks: int
+    num_preemptions: int
+    prefix_cache_queries: int  # tokens looked up
+    prefix_cache_hits: int  # tokens found
+    num_steps: int
+
+
+class StepScheduler:
+    """Owns a group's sequences and blocks. Deterministic; no clock of its own: `now` comes with each request."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...] = (),
+        enable_prefix_caching: bool = True,
+        priority_weight: float = 10.0,
+    ):
+        if max_model_len > num_blocks * block_size:
+            raise ConfigError(
+                f"max_model_len is {max_model_len} tokens but the KV pool holds {num_blocks * block_size} "
+                f"({num_blocks} blocks of {block_size}); raise kv_cache_memory or lower max_model_len"
+            )
+        self.pool = BlockPool(num_blocks, block_size, enable_prefix_caching)
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.priority_weight = priority_weight
+        self._sequences: dict[str, Sequence] = {}
+        self._by_seq_id: dict[int, Sequence] = {}
+        self._waiting: list[Sequence] = []  # both sorted by key
+        self._running: list[Sequence] = []
+        self._released: list[int] = []
+        self._next_seq_id = 0
+        self._step_id = 0
+        self._num_preemptions = 0
+        self._prefix_cache_queries = 0
+        self._prefix_cache_hits = 0
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request, now: float) -> None:
+        """Queue a request that arrived at `now` (seconds). Refuse at once one that could never run."""
+        prompt_len, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
+        if request.request_id in self._sequences:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use")
+        if prompt_len == 0:
+            raise InvalidRequest("the prompt has no tokens", "prompt")
+        if prompt_len >= self.max_model_len or prompt_len + (max_tokens or 1) > self.max_model_len:
+            asked = f"{prompt_len} prompt tokens and {max_tokens or 'at least 1'} to generate"
+            raise ContextLengthExceeded(f"{asked} do not fit the context of {self.max_model_len} tokens")
+        max_len = self.max_model_len if max_tokens is None else prompt_len + max_tokens
+        key = (now + request.priority * self.priority_weight, self._next_seq_id)
+        seq = Sequence(request, self._next_seq_id, key, max_len)
+        self._next_seq_id += 1
+        self._sequences[request.request_id] = self._by_seq_id[seq.seq_id] = seq
+        insort(self._waiting, seq, key=_key)
+
+    def abort(self, request_id: str) -> bool:
+        """Forget a request and free its blocks now. False where it is not (or no longer) known."""
+        seq = self._sequences.get(request_id)
+        if seq is None:
+            return False
+        (self._running if seq in self._running else self._waiting).remove(seq)
+        self._forget(seq)
+        return True
+
+    def has_unfinished(self) -> bool:
+        return bool(self._sequences)
+
+    def request_ids(self) -> list[str]:
+        return list(self._sequences)
+
+    # -- schedule -----------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """Decide the next step. None where there is nothing to compute and nothing to tell the ranks."""
+        self._admit()
+        shares = self._share_budget()
+        new: list[NewSequence] = []
+        scheduled: list[ScheduledSequence] = []
+        for seq in list(self._running):  # in key order, so whom a shortage hits comes later and has got nothing yet
+            num_tokens = shares.get(seq.seq_id, 0)
+            if num_tokens and seq in self._running and self._grow(seq, num_tokens):
+                if not seq.num_sent_tokens:
+                    new.append(_in_full(seq))
+                scheduled.append(self._take_step(seq, num_tokens))
+        if not scheduled and not self._released:
+            return None
+        plan = StepPlan(self._step_id, tuple(self._released), tuple(new), tuple(scheduled))
+        self._released.clear()
+        self._step_id += 1
+        return plan
+
+    def _admit(self) -> None:
+        """Move waiting sequences to the running set, in key order, while there are slots and blocks."""
+        pending = self._pending_prefixes() if self._waiting else {}
+        for seq in self._waiting[: self.max_num_seqs]:
+            seq.extend_hashes(self.block_size)
+            # The last token is always computed: its logits are what the sequence came for.
+            hashes = seq.block_hashes[: (len(seq.token_ids) - 1) // self.block_size]
+            blocks = self.pool.lookup(hashes)
+            if len(blocks) < len(hashes) and pending.get(hashes[len(blocks)], seq.key) < seq.key:
+                continue  # a sequence before it is computing what it needs next: wait a few steps, then share
+            while not self._fits(seq, blocks):
+                if not self._running or self._running[-1].key < seq.key:
+                    return
+                self._preempt(self._running[-1])
+            self.pool.share(blocks)
+            seq.block_ids = blocks
+            seq.num_computed_tokens = len(blocks) * self.block_size
+            if seq.num_cached_tokens is None:
+                seq.num_cached_tokens = seq.num_computed_tokens
+                self._prefix_cache_queries += len(seq.token_ids)
+                self._prefix_cache_hits += seq.num_computed_tokens
+            pending.update((h, seq.key) for h in hashes[len(blocks) :])
+            self._waiting.remove(seq)
+            insort(self._running, seq, key=_key)
+
+    def _pending_prefixes(self) -> dict[BlockHash, tuple[float, int]]:
+        """Prefixes that running sequences have yet to compute, and the key of the one that will."""
+        pending: dict[BlockHash, tuple[float, int]] = {}
+        if self.pool.enable_caching:
+            for seq in reversed(self._running):
+                computed = seq.num_computed_tokens // self.block_size
+                pending.update((h, seq.key) for h in seq.block_hashes[computed:])
+        return pending
+
+    def _fits(self, seq: Sequence, cached: list[int]) -> bool:
+        """Is there a slot, and are there blocks for all its tokens beside what running ones still need?"""
+        if len(self._running) >= self.max_num_seqs:
+            return False
+        promised = sum(max(0, self._blocks_for(len(r.token_ids)) - len(r.block_ids)) for r in self._running)
+        headroom = len(self._running)  # a block each to grow into, or they would be preempted for the newcomer
+        needed = self._blocks_for(len(seq.token_ids)) - len(cached) + self.pool.num_unused(cached)
+        return needed <= self.pool.num_free - promised - headroom
+
+    def _share_budget(self) -> dict[int, int]:
+        """Tokens of this step for each running sequence.
+
+        Sequences that need one token (decodes) go first, the longest unserved ahead, but leave a quarter of the
+        budget to prefills. Of the prefills the first in order may take half, the rest goes to the shortest: so a long
+        prompt does not hold up short ones, a flood of short ones does not stop a long one, and decodes run on.
+        """
+        ready = [s for s in self._running if not s.awaits_token]
+        decodes = [s for s in ready if s.num_uncomputed_tokens == 1]
+        prefills = [s for s in ready if s.num_uncomputed_tokens > 1]
+        budget = self.max_num_batched_tokens
+        reserve = max(1, budget // 4) if prefills and budget > 1 else 0
+        if len(decodes) > budget - reserve:
+            decodes = sorted(decodes, key=lambda s: (s.last_step, s.key))[: budget - reserve]
+        shares = {s.seq_id: 1 for s in decodes}
+        budget -= len(decodes)
+        if prefills:
+            first = prefills[0]
+            shares[first.seq_id] = min(first.num_uncomputed_tokens, (budget + 1) // 2)
+            budget -= shares[first.seq_id]
+        for seq in sorted(prefills, key=lambda s: (s.num_uncomputed_tokens, s.key)):
+            share = min(seq.num_uncomputed_tokens - shares.get(seq.seq_id, 0), budget)
+            shares[seq.seq_id] = shares.get(seq.seq_id, 0) + share
+            budget -= share
+        return shares
+
+    def _grow(self, seq: Sequence, num_tokens: int) -> bool:
+        """Allocate for `num_tokens` more tokens, preempting from the end of the order. False: `seq` itself was hit."""
+        missing = self._blocks_for(seq.num_computed_tokens + num_tokens) - len(seq.block_ids)
+        while missing > self.pool.num_free:
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        seq.block_ids += self.pool.allocate(max(0, missing))
+        return True
+
+    def _take_step(self, seq: Sequence, num_tokens: int) -> ScheduledSequence:
+        seq.awaits_token = num_tokens == seq.num_uncomputed_tokens
+        share = ScheduledSequence(
+            seq_id=seq.seq_id,
+            num_computed_tokens=seq.num_computed_tokens,
+            num_tokens=num_tokens,
+            new_token_ids=tuple(seq.token_ids[seq.num_sent_tokens :]) if seq.num_sent_tokens else (),
+            new_block_ids=tuple(seq.block_ids[seq.num_sent_blocks :]),
+            sample=seq.awaits_token,
+        )
+        seq.num_sent_tokens, seq.num_sent_blocks = len(seq.token_ids), len(seq.block_ids)
+        seq.last_step = self._step_id
+        first_new = seq.num_computed_tokens // self.block_size
+        seq.num_computed_tokens += num_tokens
+        # Findable from now on: steps run in order, so whoever shares these blocks reads them after they are written.
+        seq.extend_hashes(self.block_size)
+        for i in range(first_new, seq.num_computed_tokens // self.block_size):
+            self.pool.cache(seq.block_ids[i], seq.block_hashes[i])
+        return share
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Take a running sequence's blocks and let it wait again; what it generated stays and will be recomputed."""
+        if seq.num_sent_tokens:
+            self._num_preemptions += 1
+        self._running.remove(seq)
+        self._drop_blocks(seq)
+        insort(self._waiting, seq, key=_key)
+
+    def _drop_blocks(self, seq: Sequence) -> None:
+        self.pool.release(seq.block_ids)
+        seq.block_ids = []
+        seq.num_computed_tokens = 0
+        seq.awaits_token = False
+        if seq.num_sent_tokens:
+            self._released.append(seq.seq_id)
+        seq.num_sent_tokens = seq.num_sent_blocks = 0
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    # -- update -------------------------------------------------------------------------------------------------------
+
+    def update(self, result: StepResult) -> list[SequenceOutput]:
+        """Take in the tokens that a step drew and end the sequences that are done.
+
+        Tokens of sequences that were aborted or preempted meanwhile are dropped.
+        """
+        outputs = []
+        for sampled in result.tokens:
+            seq = self._by_seq_id.get(sampled.seq_id)
+            if seq is None or not seq.awaits_token or seq.last_step != result.step_id:
+                continue
+            seq.awaits_token = False
+            seq.token_ids.append(sampled.token_id)
+            finish_reason, stop_token_id = self._finish_reason(seq)
+            outputs.append(
+                SequenceOutput(
+                    request_id=seq.request.request_id,
+                    token_ids=(sampled.token_id,),
+                    logprobs=(sampled.logprobs,) if sampled.logprobs else (),
+                    finish_reason=finish_reason,
+                    stop_token_id=stop_token_id,
+                    num_cached_tokens=seq.num_cached_tokens or 0,
+                )
+            )
+            if finish_reason:
+                self._running.remove(seq)
+                self._forget(seq)
+        return outputs
+
+    def _finish_reason(self, seq: Sequence) -> tuple[str | None, int | None]:
+        sampling, token = seq.request.sampling, seq.token_ids[-1]
+        if seq.num_output_tokens >= sampling.min_tokens:
+            if token in self.eos_token_ids and not sampling.ignore_eos:
+                return "stop", None
+            if token in sampling.stop_token_ids:
+                return "stop", token
+        return ("length", None) if len(seq.token_ids) >= seq.max_len else (None, None)
+
+    def _forget(self, seq: Sequence) -> None:
+        self._drop_blocks(seq)
+        del self._sequences[seq.request.request_id], self._by_seq_id[seq.seq_id]
+
+    # -- watching -----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_blocks=self.pool.num_blocks,
+            num_used_blocks=self.pool.num_blocks - self.pool.num_free,
+            num_preemptions=self._num_preemptions,
+            prefix_cache_queries=self._prefix_cache_queries,
+            prefix_cache_hits=self._prefix_cache_hits,
+            num_steps=self._step_id,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the books do not balance."""
+        self.pool.check_integrity()
+        assert self._running == sorted(self._running, key=_key) and self._waiting == sorted(self._waiting, key=_key)
+        assert {s.seq_id for s in self._running + self._waiting} == set(self._by_seq_id)
+        assert len(self._running) + len(self._waiting) == len(self._sequences) == len(self._by_seq_id)
+        assert len(self._running) <= self.max_num_seqs
+        users = [0] * self.pool.num_blocks
+        for seq in self._running + self._waiting:
+            for block in seq.block_ids:
+                users[block] += 1
+            assert seq.num_computed_tokens <= len(seq.token_ids) <= seq.max_len
+            assert seq.num_computed_tokens <= len(seq.block_ids) * self.block_size
+            assert len(set(seq.block_ids)) == len(seq.block_ids)
+        assert users == self.pool.ref_counts, "the pool and the sequences disagree on who uses what"
+        assert all(not s.block_ids and not s.num_computed_tokens for s in self._waiting)
+
+
+def _key(seq: Sequence) -> tuple[float, int]:
+    return seq.key
+
+
+def _in_full(seq: Sequence) -> NewSequence:
+    return NewSequence(seq.seq_id, tuple(seq.token_ids), seq.num_prompt_tokens, seq.request.sampling, seq.request.index)
