@@ -1,0 +1,53 @@
+"""Fixtures that several folders of tests share."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """The demo model's .gguf: PAGEDRAY_DEMO_MODEL, else the cache."""
+    from pagedray.cluster.demo_model import find
+
+    path = find()
+    if path is None:
+        pytest.skip("no demo model: set PAGEDRAY_DEMO_MODEL, or run python -m pagedray.cluster.demo_model")
+    return path
+
+
+@pytest.fixture
+def tiny_llama() -> Callable[..., Any]:
+    """A factory of tiny, seeded models of transformers: `model = tiny_llama(tie_word_embeddings=True)`.
+
+    Keywords are the configuration's, over tiny defaults; `kind` is "Llama", "Mistral" or "Qwen2"; `seed` makes another
+    model. Save one with `model.save_pretrained(folder)`.
+    """
+
+    def make(kind: str = "Llama", seed: int = 0, **config: Any) -> Any:
+        import torch
+        import transformers
+
+        tiny = {
+            "vocab_size": 96,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 128,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            settings = getattr(transformers, f"{kind}Config")(**(tiny | config))
+            model = getattr(transformers, f"{kind}ForCausalLM")(settings)
+            for name, parameter in model.named_parameters():
+                if name.endswith(("norm.weight", ".bias")):  # ones and zeros otherwise, which would hide a mix-up
+                    torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
+        return model.eval()
+
+    return make

@@ -1,0 +1,154 @@
+"""`ModelConfig`: what a checkpoint is. `EngineConfig`: how to run it, under vLLM's names."""
+
+import re
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ..scheduler.errors import ConfigError
+from ..scheduler.names import nearest
+
+DTYPES = ("auto", "bfloat16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding (RoFormer) and its scaling. `type` is one of `workers.rope.ROPE_TYPES`."""
+
+    theta: float = 10000.0
+    type: str = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None
+    # llama3
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    # yarn
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder of the Llama family, whichever file format it came from."""
+
+    architecture: str  # "LlamaForCausalLM"
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    dtype: str  # what "auto" stands for: "bfloat16" or "float32"
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    qkv_bias: bool = False  # Qwen2; Llama's attention_bias sets qkv_bias and o_bias
+    o_bias: bool = False
+    mlp_bias: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()  # generation_config.json's where there is one
+
+
+_ALIASES = {
+    "max_batch_size": "max_num_seqs",
+    "max_seq_length": "max_model_len",
+    "kv_cache_memory_bytes": "kv_cache_memory",
+    "num_gpu_blocks_override": "num_kv_blocks",
+}
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def parse_bytes(key: str, value: Any) -> int:
+    """4096, "512MiB" or "1.5G" to bytes; `ConfigError` naming `key` otherwise."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?)b?", str(value).strip().lower())
+    if not match or match[2] not in _UNITS or float(match[1]) <= 0:
+        raise ConfigError(f'{key} must be a size such as 1073741824 or "1GiB", not {value!r}')
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one worker group. `from_kwargs` is how users' `engine_kwargs` and flags become one.
+
+    None means: decided at start from the model and the machine, and logged.
+    """
+
+    model: str  # a folder, a .gguf file or a hub id
+    tokenizer: str | None = None  # where it is not the model's own
+    dtype: str = "auto"
+    block_size: int = 16  # tokens a KV block
+    max_model_len: int | None = None  # prompt and output, in tokens; None: the model's, as far as the KV pool holds
+    max_num_seqs: int = 64  # sequences in a step
+    max_num_batched_tokens: int = 512  # tokens in a step: the prefill chunk
+    kv_cache_memory: int | None = None  # bytes of KV a group; None: a share of what is free
+    num_kv_blocks: int | None = None  # instead of kv_cache_memory
+    enable_prefix_caching: bool = True
+    priority_weight: float = 10.0  # seconds of waiting that one level of priority outweighs
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    seed: int = 0  # of requests that bring none, offline
+    cpu_threads: int | None = None  # None: the cores this process may use
+
+    @classmethod
+    def from_kwargs(cls, where: str = "engine_kwargs", **kwargs: Any) -> "EngineConfig":
+        """Build from users' names, vLLM's and the aliases max_batch_size and max_seq_length among them.
+
+        Raises `ConfigError` with `where`, the key, the value and what would be right.
+        """
+        known = {f.name for f in fields(cls)}
+        settings: dict[str, Any] = {}
+        for key, value in kwargs.items():
+            name = _ALIASES.get(key, key)
+            if name not in known:
+                raise ConfigError(f"{where}.{key} is not a setting{nearest(key, [*known, *_ALIASES])}")
+            if name in settings:
+                raise ConfigError(f"{where}.{key} says {name} a second time")
+            if value is not None:
+                settings[name] = value
+        if "kv_cache_memory" in settings:
+            settings["kv_cache_memory"] = parse_bytes(f"{where}.kv_cache_memory", settings["kv_cache_memory"])
+        try:
+            return cls(**settings)
+        except ConfigError as error:
+            raise ConfigError(f"{where}.{error}") from None
+        except TypeError:
+            raise ConfigError(f"{where}.model is missing: a folder, a .gguf file or a hub id") from None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model must be a folder, a .gguf file or a hub id, not {self.model!r}")
+        aliases = {"float": "float32", "fp32": "float32", "bf16": "bfloat16"}
+        object.__setattr__(self, "dtype", aliases.get(self.dtype, self.dtype))
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        for name, low in (
+            ("block_size", 1),
+            ("max_model_len", 1),
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("num_kv_blocks", 1),
+            ("tensor_parallel_size", 1),
+            ("pipeline_parallel_size", 1),
+            ("cpu_threads", 1),
+        ):
+            value = getattr(self, name)
+            if value is None and name in ("max_model_len", "num_kv_blocks", "cpu_threads"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ConfigError(f"{name} must be an integer of at least {low}, not {value!r}")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ConfigError(f"enable_prefix_caching must be true or false, not {self.enable_prefix_caching!r}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ConfigError(f"seed must be an integer, not {self.seed!r}")
+        if not isinstance(self.priority_weight, int | float) or self.priority_weight < 0:
+            raise ConfigError(f"priority_weight must be seconds, 0 or more, not {self.priority_weight!r}")
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) != 1:
+                raise ConfigError(f"{name} must be 1: this version runs a worker group as one rank")

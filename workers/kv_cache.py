@@ -1,0 +1,78 @@
+"""The rank's KV tensors, one pair a layer, paged: `[num_blocks, num_kv_heads, block_size, head_dim]`."""
+
+import logging
+import os
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..scheduler.errors import ConfigError
+from .config import EngineConfig, ModelConfig
+
+logger = logging.getLogger(__name__)
+
+_SHARE_OF_FREE_MEMORY = 0.25
+
+
+def allocate(config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """K and V of every layer, zeroed, on pages that the system provides as they are first written."""
+    shape = (num_blocks, config.num_key_value_heads, block_size, config.head_dim)
+    num_bytes = int(np.prod(shape)) * dtype.itemsize
+
+    def lazily_zeroed() -> Tensor:
+        return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+
+    return [(lazily_zeroed(), lazily_zeroed()) for _ in range(config.num_hidden_layers)]
+
+
+def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
+
+
+def plan_capacity(config: ModelConfig, engine: EngineConfig, dtype: torch.dtype) -> tuple[int, int]:
+    """Decide (num_blocks, max_model_len).
+
+    Without a setting the pool takes a quarter of the memory that is free, or less where `max_num_seqs` sequences of
+    full length need less. Raises `ConfigError` where the settings contradict each other or the model.
+    """
+    longest = config.max_position_embeddings
+    if engine.max_model_len and engine.max_model_len > longest:
+        raise ConfigError(f"max_model_len is {engine.max_model_len}, but the model was made for at most {longest}")
+    wanted = engine.max_model_len or longest
+    block_bytes = bytes_per_token(config, dtype) * engine.block_size
+    if engine.num_kv_blocks and engine.kv_cache_memory:
+        raise ConfigError("num_kv_blocks and kv_cache_memory both say how large the KV pool is; give one")
+    if engine.num_kv_blocks:
+        num_blocks = engine.num_kv_blocks
+    else:
+        useful = engine.max_num_seqs * -(-wanted // engine.block_size)
+        memory = engine.kv_cache_memory or int(_available_memory() * _SHARE_OF_FREE_MEMORY)
+        num_blocks = min(memory // block_bytes, useful)
+    capacity = num_blocks * engine.block_size
+    if capacity == 0:
+        raise ConfigError(
+            f"kv_cache_memory holds no block; one of {engine.block_size} tokens takes {block_bytes} bytes"
+        )
+    if wanted > capacity:
+        if engine.max_model_len:
+            raise ConfigError(
+                f"max_model_len is {wanted} tokens but the KV pool holds {capacity} ({num_blocks} blocks of "
+                f"{engine.block_size}); raise kv_cache_memory or lower max_model_len"
+            )
+        logger.warning("max_model_len is %d, not the model's %d: that is what the KV pool holds", capacity, wanted)
+    return num_blocks, min(wanted, capacity)
+
+
+def _available_memory() -> int:
+    """Bytes that can be taken without swapping, within the container's limit where there is one."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open("/proc/meminfo") as meminfo:
+            fields = dict(line.split(":", 1) for line in meminfo)
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            free = min(free, int(limit.read()) - int(used.read()))
+    except (OSError, KeyError, ValueError):
+        pass  # no such files, or no limit ("max")
+    return free

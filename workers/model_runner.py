@@ -1,0 +1,117 @@
+"""One step of one rank: a `StepPlan` in, a `StepResult` out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels import ops
+from ..scheduler.plan import NewSequence, SampledToken, StepPlan, StepResult
+from ..scheduler.request import SamplingParams
+from .models.decoder import Decoder
+from .sampler import Sampler
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """What a rank remembers of a sequence between steps."""
+
+    sampling: SamplingParams
+    index: int
+    num_prompt_tokens: int
+    token_ids: list[int]
+    block_ids: list[int]
+
+    @classmethod
+    def of(cls, new: NewSequence) -> "SequenceState":
+        return cls(new.sampling, new.index, new.num_prompt_tokens, list(new.token_ids), [])
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """A step's tensors, built once and read by every layer."""
+
+    token_ids: Tensor  # [num_tokens] int64
+    positions: Tensor  # [num_tokens] int64
+    attention: ops.AttentionMetadata
+    sample_rows: Tensor  # [num_sampled] int64: the rows whose logits are wanted
+
+
+class ModelRunner:
+    def __init__(
+        self,
+        model: Decoder,
+        kv_caches: Sequence[tuple[Tensor, Tensor]],
+        block_size: int,
+        eos_token_ids: Sequence[int],
+    ):
+        self.model = model
+        self.kv_caches = kv_caches
+        self.block_size = block_size
+        self.sampler = Sampler(eos_token_ids)
+        self.states: dict[int, SequenceState] = {}
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute a step. Plans must come in the order in which they were made."""
+        self._apply(plan)
+        sampled = [s.seq_id for s in plan.scheduled if s.sample]
+        if not plan.scheduled:
+            return StepResult(plan.step_id, ())
+        inputs = self._prepare(plan)
+        hidden = self.model.forward(inputs.token_ids, inputs.positions, self.kv_caches, inputs.attention)
+        if not sampled:
+            return StepResult(plan.step_id, ())
+        logits = self.model.logits(hidden[inputs.sample_rows])
+        tokens, logprobs = self.sampler.sample(logits, [self.states[s] for s in sampled])
+        return StepResult(plan.step_id, tuple(map(SampledToken, sampled, tokens, logprobs)))
+
+    def _apply(self, plan: StepPlan) -> None:
+        for seq_id in plan.released:
+            del self.states[seq_id]
+        for new in plan.new:
+            self.states[new.seq_id] = SequenceState.of(new)
+        for share in plan.scheduled:
+            state = self.states[share.seq_id]
+            state.token_ids += share.new_token_ids
+            state.block_ids += share.new_block_ids
+
+    def _prepare(self, plan: StepPlan) -> StepInputs:
+        shares = plan.scheduled
+        states = [self.states[s.seq_id] for s in shares]
+        starts = np.fromiter((s.num_computed_tokens for s in shares), np.int64, len(shares))
+        lengths = np.fromiter((s.num_tokens for s in shares), np.int64, len(shares))
+        ends = starts + lengths
+        query_start = np.concatenate(([0], np.cumsum(lengths)))
+        token_ids = np.fromiter(
+            (
+                token
+                for s, state in zip(shares, states, strict=True)
+                for token in state.token_ids[s.num_computed_tokens : s.num_computed_tokens + s.num_tokens]
+            ),
+            np.int64,
+            int(query_start[-1]),
+        )
+        positions = np.arange(query_start[-1]) + np.repeat(starts - query_start[:-1], lengths)
+        block_tables = np.zeros((len(shares), max(len(state.block_ids) for state in states)), np.int32)
+        for row, state in zip(block_tables, states, strict=True):
+            row[: len(state.block_ids)] = state.block_ids
+        rows = np.repeat(np.arange(len(shares)), lengths)
+        slots = block_tables[rows, positions // self.block_size].astype(np.int64) * self.block_size
+        slots += positions % self.block_size
+        sample_rows = query_start[1:][[s.sample for s in shares]] - 1
+        return StepInputs(
+            token_ids=torch.from_numpy(token_ids),
+            positions=torch.from_numpy(positions),
+            attention=ops.AttentionMetadata(
+                query_start_loc=torch.from_numpy(query_start.astype(np.int32)),
+                seq_lens=torch.from_numpy(ends.astype(np.int32)),
+                block_tables=torch.from_numpy(block_tables),
+                slot_mapping=torch.from_numpy(slots),
+                max_query_len=int(lengths.max()),
+                max_seq_len=int(ends.max()),
+            ),
+            sample_rows=torch.from_numpy(sample_rows),
+        )

@@ -1,0 +1,93 @@
+"""Logits to tokens. A draw is a function of (seed, index, position): the same whatever the batch, after a preemption,
+and on another worker group.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels import ops
+from ..scheduler.request import SamplingParams, TokenLogprobs
+
+
+class SamplingState(Protocol):
+    """What the sampler reads of a sequence."""
+
+    sampling: SamplingParams
+    index: int
+    num_prompt_tokens: int
+    token_ids: Sequence[int]
+
+
+def draw(seed: int, index: int, position: int) -> float:
+    """A uniform number in [0, 1) with 53 random bits, by hashing the counter."""
+    digest = hashlib.blake2b(struct.pack("<qqq", seed, index, position), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+class Sampler:
+    def __init__(self, eos_token_ids: Sequence[int]):
+        self.eos_token_ids = list(eos_token_ids)
+
+    def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """Draw one token a row. logits: [len(states), vocab] fp32, changed in place."""
+        asked = [i for i, s in enumerate(states) if s.sampling.logprobs is not None]
+        model_logits = logits[asked].clone() if asked else None
+        for row, state in zip(logits, states, strict=True):
+            self._adjust(row, state)
+        tokens = self._choose(logits, states)
+        logprobs: list[TokenLogprobs | None] = [None] * len(states)
+        if model_logits is not None:
+            for i, row_logprobs in zip(
+                asked, _logprobs(model_logits, tokens[asked], [states[i] for i in asked]), strict=True
+            ):
+                logprobs[i] = row_logprobs
+        return tokens.tolist(), logprobs
+
+    def _adjust(self, row: Tensor, state: SamplingState) -> None:
+        """Bias, minimum length, penalties: vLLM's order. Penalties as in CTRL (repetition) and OpenAI's API."""
+        sampling = state.sampling
+        if sampling.logit_bias:
+            row[list(sampling.logit_bias)] += torch.tensor(list(sampling.logit_bias.values()), dtype=row.dtype)
+        if len(state.token_ids) - state.num_prompt_tokens < sampling.min_tokens:
+            ends = [*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)]
+            row[[t for t in ends if t < len(row)]] = -torch.inf
+        if sampling.repetition_penalty != 1.0:
+            seen = torch.from_numpy(np.unique(np.asarray(state.token_ids, np.int64)))
+            values = row[seen]
+            penalty = sampling.repetition_penalty
+            row[seen] = torch.where(values > 0, values / penalty, values * penalty)
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            generated = np.asarray(state.token_ids[state.num_prompt_tokens :], np.int64)
+            ids, counts = (torch.from_numpy(a) for a in np.unique(generated, return_counts=True))
+            row[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts.to(row.dtype)
+
+    def _choose(self, logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
+        params = [s.sampling for s in states]
+        if all(p.greedy for p in params):
+            return ops.greedy(logits)
+        return ops.sample(
+            logits,
+            temperature=torch.tensor([0.0 if p.greedy else p.temperature for p in params]),
+            top_k=torch.tensor([p.top_k for p in params]),
+            top_p=torch.tensor([p.top_p for p in params]),
+            min_p=torch.tensor([p.min_p for p in params]),
+            uniform=torch.tensor(
+                [draw(s.sampling.seed or 0, s.index, len(s.token_ids)) for s in states], dtype=torch.float64
+            ),
+        )
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, states: Sequence[SamplingState]) -> list[TokenLogprobs]:
+    most = max(s.sampling.logprobs or 0 for s in states)
+    chosen, top_values, top_ids = ops.log_probs(logits, tokens, min(most, logits.shape[-1]))
+    rows = zip(chosen.tolist(), top_ids.tolist(), top_values.tolist(), states, strict=True)
+    return [
+        TokenLogprobs(logprob, tuple(zip(ids[: s.sampling.logprobs], values[: s.sampling.logprobs], strict=True)))
+        for logprob, ids, values, s in rows
+    ]
