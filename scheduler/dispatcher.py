@@ -44,14 +44,14 @@ class Dispatcher:
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
-    def add_group(self, group_id: str, model: str, window: int, running: Iterable[Request] = ()) -> None:
+    def add_group(self, group_id: str, model: str, window: int, now: float, running: Iterable[Request] = ()) -> None:
         """A group came up, or came back with requests it already has (after this scheduler restarted)."""
         self.remove_group(group_id)
         self._groups[group_id] = group = _Group(model, window)
         for request in running:
             entry = self._entries.get(request.request_id)
             if entry is None:
-                entry = self._entries[request.request_id] = self._entry(request, request.arrival_time)
+                entry = self._entries[request.request_id] = self._entry(request, now)
             elif entry.group_id is None:
                 self._dequeue(entry)
             entry.group_id = group_id

@@ -110,7 +110,6 @@ class Request:
     model: str = ""
     index: int = 0
     priority: int = 0  # lower goes first, as in vLLM
-    arrival_time: float = 0.0  # seconds, on the scheduler's clock
     tenant: str = "default"
     cache_salt: str = ""  # requests share cached prefixes only with the same salt
 

@@ -21,10 +21,10 @@ def test_requests_wait_for_a_group_and_go_to_the_emptiest():
     d = Dispatcher()
     d.submit(request("a"), 0.0)
     assert d.dispatch() == {}
-    d.add_group("g1", "m", window=4)
-    d.add_group("other", "another model", window=4)
+    d.add_group("g1", "m", window=4, now=0.0)
+    d.add_group("other", "another model", window=4, now=0.0)
     assert ids(d.dispatch()) == {"g1": ["a"]}
-    d.add_group("g2", "m", window=4)
+    d.add_group("g2", "m", window=4, now=0.0)
     for name in "bcd":
         d.submit(request(name), 1.0)
     assert ids(d.dispatch()) == {"g2": ["b", "d"], "g1": ["c"]}
@@ -44,7 +44,7 @@ def test_the_queue_is_bounded_and_a_repeated_request_is_one():
 
 def test_a_full_group_gets_no_more_but_a_higher_priority_passes():
     d = Dispatcher()
-    d.add_group("g", "m", window=2)
+    d.add_group("g", "m", window=2, now=0.0)
     for name in "abc":
         d.submit(request(name, priority=5), 0.0)
     assert ids(d.dispatch()) == {"g": ["a", "b"]}
@@ -56,7 +56,7 @@ def test_a_full_group_gets_no_more_but_a_higher_priority_passes():
 
 def test_a_lost_group_names_what_it_took_along():
     d = Dispatcher()
-    d.add_group("g", "m", window=8)
+    d.add_group("g", "m", window=8, now=0.0)
     for name in "ab":
         d.submit(request(name), 0.0)
     d.dispatch()
@@ -70,7 +70,7 @@ def test_a_lost_group_names_what_it_took_along():
 def test_a_group_that_registers_again_keeps_its_requests():
     d = Dispatcher()
     d.submit(request("resent"), 0.0)
-    d.add_group("g", "m", window=8, running=[request("resent"), request("running")])
+    d.add_group("g", "m", window=8, now=0.0, running=[request("resent"), request("running")])
     assert d.dispatch() == {}
     assert d.group_of("running") == d.group_of("resent") == "g"
     d.check_integrity()
@@ -109,7 +109,7 @@ def test_no_request_is_lost_or_doubled(events):
             known.discard(str(n))
             placed.pop(str(n), None)
         elif event == "up" and not d.has_group(f"g{n % 3}"):
-            d.add_group(f"g{n % 3}", "m", window=2)
+            d.add_group(f"g{n % 3}", "m", window=2, now=0.0)
         elif event == "down":
             for lost in d.remove_group(f"g{n % 3}"):
                 assert placed.pop(lost) == f"g{n % 3}"

@@ -1,0 +1,169 @@
+"""POST /v1/completions."""
+
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import Response
+from starlette.types import Receive
+
+from ...scheduler.errors import InvalidRequest
+from ...scheduler.request import MAX_N, Request, SequenceOutput
+from ..text.tokenizer import Tokenizer
+from .engine_client import EngineClient, ServedModel
+from .generation import Choice, ChoiceDelta, Generation
+from .protocol import Completion, CompletionChoice, CompletionRequest, check_token_ids, finite
+from .transport import EventStream, json_response, off_loop, until_disconnect
+
+MAX_CHOICES = 2048  # prompts times n, in one call
+
+
+async def completions(body: CompletionRequest, model: ServedModel, engine: EngineClient, receive: Receive) -> Response:
+    """Complete prompts; choice `p * n + i` is the i-th of prompt p. Raises `InvalidRequest` before anything runs.
+
+    `max_tokens: 0` gives back no token, which is of use with `echo`.
+    """
+    call_id, created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
+    if len(body.prompt) * min(body.n or 1, MAX_N) > MAX_CHOICES:  # n itself is checked with the sampling settings
+        raise InvalidRequest(f"prompts times n must not be over {MAX_CHOICES}", "prompt")
+    if body.max_tokens == 0:
+        body, engine = body.model_copy(update={"max_tokens": 1}), _NoTokens()
+    requests, echoes = await _requests(body, model, call_id)
+    generation = Generation(engine, model.tokenizer, requests, choices_per_prompt=body.n or 1)
+    if body.stream:
+        head = {"id": call_id, "object": "text_completion", "created": created, "model": model.id}
+        return EventStream(_events(generation, head, model.tokenizer, echoes, body))
+    choices = await until_disconnect(receive, _collect(generation, model.tokenizer, echoes, body.logprobs is not None))
+    return json_response(
+        Completion(id=call_id, created=created, model=model.id, choices=choices, usage=generation.usage())
+    )
+
+
+class _NoTokens:
+    """The engine of calls that want no token."""
+
+    async def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
+        yield SequenceOutput(request.request_id, (), finish_reason="length")
+
+
+async def _requests(body: CompletionRequest, model: ServedModel, call_id: str) -> tuple[list[Request], list[str]]:
+    """One request a choice, and the text that its answer begins with."""
+    seed = body.draw_seed()
+    requests: list[Request] = []
+    echoes: list[str] = []
+    for prompt in body.prompt:
+        ids = await _prompt_token_ids(prompt, body, model)
+        sampling = body.sampling(model, seed, len(ids), "prompt")
+        echo = ""
+        if body.echo:
+            echo = prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt, sampling.skip_special_tokens)
+        for _ in range(sampling.n):
+            index = len(requests)  # over all prompts: equal prompts of a call draw differently
+            requests.append(
+                Request(
+                    f"{call_id}-{index}",
+                    ids,
+                    sampling,
+                    model=model.id,
+                    index=index,
+                    priority=body.priority or 0,
+                    cache_salt=body.cache_salt or "",
+                )
+            )
+            echoes.append(echo)
+    return requests, echoes
+
+
+async def _prompt_token_ids(
+    prompt: str | Sequence[int], body: CompletionRequest, model: ServedModel
+) -> tuple[int, ...]:
+    tokenizer = model.tokenizer
+    if isinstance(prompt, str):
+        special = body.add_special_tokens is not False
+        ids = await off_loop(len(prompt), tokenizer.encode, prompt, add_special_tokens=special)
+    else:
+        check_token_ids("prompt", prompt, model)
+        ids = list(prompt)
+    if not ids and tokenizer.bos_token_id is not None:
+        ids = [tokenizer.bos_token_id]
+    if not ids:
+        raise InvalidRequest("prompt must not be empty: this model has no token that begins a text", "prompt")
+    return tuple(ids)
+
+
+async def _collect(
+    generation: Generation, tokenizer: Tokenizer, echoes: Sequence[str], want_logprobs: bool
+) -> list[CompletionChoice]:
+    choices = [Choice([echo], []) for echo in echoes]
+    async with aclosing(generation.deltas()) as deltas:
+        async for delta in deltas:
+            choices[delta.index].take(delta)
+            if want_logprobs:
+                choices[delta.index].logprobs.append(delta)
+    return [
+        CompletionChoice(
+            index=index,
+            text="".join(choice.text),
+            logprobs=_logprobs(choice.logprobs, tokenizer) if want_logprobs else None,
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+        )
+        for index, choice in enumerate(choices)
+    ]
+
+
+async def _events(
+    generation: Generation, head: dict[str, Any], tokenizer: Tokenizer, echoes: list[str], body: CompletionRequest
+) -> AsyncGenerator[str, None]:
+    """One chunk for what comes together; none while text is held back. JSON is in ASCII, as in chat's."""
+    start = f'data: {json.dumps(head)[:-1]}, "choices": ['
+    end = '], "usage": null}\n\n' if body.include_usage else "]}\n\n"
+    waiting: list[list[ChoiceDelta]] = [[] for _ in echoes]  # deltas whose text is held back
+    async with aclosing(generation.deltas()) as deltas:
+        async for delta in deltas:
+            i = delta.index
+            if body.logprobs is not None:
+                waiting[i].append(delta)
+            text = echoes[i] + delta.text
+            if not text and delta.finish_reason is None:
+                continue
+            echoes[i] = ""
+            logprobs = "null"
+            if waiting[i]:
+                logprobs = json.dumps(_logprobs(waiting[i], tokenizer))
+                waiting[i] = []
+            stop = f', "stop_reason": {json.dumps(delta.stop_reason)}' if delta.finish_reason else ""
+            yield (
+                f'{start}{{"index": {i}, "text": {json.dumps(text)}, "logprobs": {logprobs}, '
+                f'"finish_reason": {json.dumps(delta.finish_reason)}{stop}}}{end}'
+            )
+    if body.include_usage:
+        yield f'{start}], "usage": {generation.usage().model_dump_json()}}}\n\n'
+    yield "data: [DONE]\n\n"
+
+
+def _logprobs(deltas: Sequence[ChoiceDelta], tokenizer: Tokenizer) -> dict[str, list[Any]]:
+    """OpenAI's parallel arrays. `text_offset` counts characters of the choice's text; a token may have none of its own.
+
+    A dictionary of likeliest tokens always has the chosen one; of tokens that look alike it has the likeliest.
+    """
+    tokens: list[str] = []
+    token_logprobs: list[float] = []
+    top_logprobs: list[dict[str, float]] = []
+    for delta in deltas:
+        for token_id, at in zip(delta.token_ids, delta.logprobs, strict=True):
+            tokens.append(tokenizer.token_text(token_id))
+            token_logprobs.append(finite(at.logprob))
+            top: dict[str, float] = {}
+            for other, value in (*at.top, (token_id, at.logprob)):
+                top.setdefault(tokenizer.token_text(other), finite(value))
+            top_logprobs.append(top)
+    return {
+        "tokens": tokens,
+        "token_logprobs": token_logprobs,
+        "top_logprobs": top_logprobs,
+        "text_offset": [offset for delta in deltas for offset in delta.text_offsets],
+    }

@@ -1,0 +1,28 @@
+"""The engine as HTTP sees it, and a model that is served."""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...scheduler.request import Request, SequenceOutput
+from ..text.tokenizer import Tokenizer
+
+
+class EngineClient(Protocol):
+    def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
+        """Run one sequence. An item holds the tokens that came together; the last one has a `finish_reason`.
+
+        Raises `PagedRayError`s: `Overloaded`, `EngineDead`, `InvalidRequest`. Closing or cancelling the generator
+        before its end aborts the sequence; closing it after its last item does nothing.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """`max_model_len` is in tokens, prompt and answer together; `created` in seconds since 1970."""
+
+    id: str
+    tokenizer: Tokenizer
+    max_model_len: int
+    created: int

@@ -1,0 +1,411 @@
+"""The wire: OpenAI's chat completions and completions, vLLM's further fields, the error envelope.
+
+Types are strict: `"0"` is no number and `true` is no integer; null means left out. Fields that change no token are
+accepted and ignored, so are unknown ones (with a warning); a known field that would change the answer and is not
+supported is refused by name. Ranges of sampling settings are `SamplingParams`'s to check.
+"""
+
+import logging
+import re
+import secrets
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from ...scheduler.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, PagedRayError
+from ...scheduler.names import nearest
+from ...scheduler.request import MAX_LOGPROBS, SamplingParams
+from .engine_client import ServedModel
+
+logger = logging.getLogger(__name__)
+
+MAX_ECHO = 200  # characters of a client's input that an error message may repeat
+MAX_MESSAGE = 1000  # characters of an error message; a chat template's own words may be long
+MIN_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot say
+
+# Fields that are accepted and change no token here.
+_IGNORED = frozenset(
+    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention parallel_tool_calls "
+    "prediction verbosity reasoning_effort include_reasoning length_penalty guided_decoding_backend request_id "
+    "spaces_between_special_tokens mm_processor_kwargs best_of tool_choice function_call".split()
+)
+
+# Fields that would change the answer and are not supported, with the values that ask for nothing (null always does).
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": ([],),
+    "guided_grammar": (),
+    "suffix": ("",),
+    "audio": (),
+    "modalities": (["text"],),
+    "web_search_options": (),
+    "prompt_logprobs": (),
+    "prompt_embeds": (),
+    "use_beam_search": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "logits_processors": ([],),
+    "truncate_prompt_tokens": (),
+    "chat_template": (),
+    "documents": ([],),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+}
+
+
+def short(value: Any) -> str:
+    """A client's value for a message, cut to `MAX_ECHO` characters."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= MAX_ECHO else text[: MAX_ECHO - 1] + "…"
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+# JSON numbers have no bound; these keep messages that repeat them short.
+Int = Annotated[int, Field(ge=-(2**64), le=2**64)]
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = None
+
+
+class GenerationRequest(BaseModel):
+    """What both endpoints take."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    default_max_tokens: ClassVar[int | None]  # None: as far as the context allows
+
+    model: str | None = None
+    max_tokens: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: Int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: Annotated[Annotated[list[str], Field(fail_fast=True)] | None, BeforeValidator(_as_list)] = None
+    seed: Int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    # vLLM's
+    top_k: Int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[Int], Field(fail_fast=True)] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: str | None = None
+
+    @classmethod
+    def parse(cls, body: Any) -> Self:
+        """Raises `InvalidRequest` for the first thing that is wrong with a parsed JSON body."""
+        if not isinstance(body, dict):
+            raise InvalidRequest("the body must be a JSON object")
+        try:
+            request = cls.model_validate(body)
+        except ValidationError as error:
+            raise _invalid(error) from None
+        request._check_fields()
+        return request
+
+    def _check_fields(self) -> None:
+        extra = self.model_extra or {}
+        for name, harmless in _UNSUPPORTED.items():
+            value = extra.get(name)
+            if value is None or value in harmless or (name == "tools" and extra.get("tool_choice") == "none"):
+                continue
+            raise InvalidRequest(f"{name} is not supported by this server", name)
+        if extra.get("tool_choice") not in (None, "none", "auto"):
+            raise InvalidRequest("tool_choice must be none: tools are not supported by this server", "tool_choice")
+        if extra.get("best_of") not in (None, self.n or 1):
+            raise InvalidRequest("best_of is not supported by this server, other than equal to n", "best_of")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is only allowed together with stream: true", "stream_options")
+        unknown = extra.keys() - _IGNORED - _UNSUPPORTED.keys()
+        if unknown:
+            logger.warning("ignored unknown fields of a request: %s", short(", ".join(sorted(unknown))))
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def num_logprobs(self) -> int | None:
+        """How many likeliest tokens to report at each position; None to report nothing."""
+        raise NotImplementedError
+
+    def asked_max_tokens(self) -> tuple[str, int | None]:
+        """The field that bounds the answer, and its value if the client gave one."""
+        return "max_tokens", self.max_tokens
+
+    def sampling(self, model: ServedModel, seed: int, num_prompt_tokens: int, where: str) -> SamplingParams:
+        """How to answer a prompt of so many tokens; `where` is the field that held it. Raises `InvalidRequest`."""
+        limit = model.max_model_len
+        if num_prompt_tokens >= limit:
+            raise ContextLengthExceeded(
+                f"this model's context is {limit} tokens, and the prompt alone has {num_prompt_tokens}; shorten it",
+                where,
+            )
+        name, max_tokens = self.asked_max_tokens()
+        room = limit - num_prompt_tokens
+        if max_tokens is not None and max_tokens > room:
+            raise ContextLengthExceeded(
+                f"this model's context is {limit} tokens; the prompt has {num_prompt_tokens} and {name} asks for "
+                f"{max_tokens} more, together {num_prompt_tokens + max_tokens}",
+                name,
+            )
+        if max_tokens is None:
+            max_tokens = min(self.default_max_tokens or room, room)
+        check_token_ids("stop_token_ids", self.stop_token_ids or (), model)
+        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
+        return SamplingParams(
+            **{name: value for name, value in given.items() if value is not None},
+            max_tokens=max_tokens,
+            seed=seed,
+            logprobs=self.num_logprobs(),
+            logit_bias=self._logit_bias(model),
+        )
+
+    def draw_seed(self) -> int:
+        return self.seed if self.seed is not None else secrets.randbits(63)
+
+    def _logit_bias(self, model: ServedModel) -> dict[int, float]:
+        bias = {}
+        for key, value in (self.logit_bias or {}).items():
+            if not re.fullmatch("[0-9]{1,10}", key):
+                raise InvalidRequest(f"logit_bias must have token ids as its keys, not {short(key)!r}", "logit_bias")
+            bias[int(key)] = value
+        check_token_ids("logit_bias", bias, model)
+        return bias
+
+
+_SAMPLING_FIELDS = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("stop", "stop_token_ids", "min_tokens", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output"),
+)
+
+
+def check_token_ids(name: str, token_ids: Collection[int], model: ServedModel) -> None:
+    """Raises `InvalidRequest` where one is outside the vocabulary."""
+    size = model.tokenizer.vocab_size
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < size:
+        wrong = next(t for t in token_ids if not 0 <= t < size)
+        raise InvalidRequest(f"{name} must hold token ids from 0 to {size - 1}, not {short(wrong)}", name)
+
+
+class ChatMessage(BaseModel):
+    """A message; its content's parts and its calls are the chat template's business, and are passed on as they came."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: str
+    content: Any = None
+
+
+# What chat.py passes to the template itself.
+_TEMPLATE_ARGUMENTS = {"self", "messages", "tools", "add_generation_prompt", "continue_final_message"}
+
+
+class ChatCompletionRequest(GenerationRequest):
+    default_max_tokens = None
+
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None  # wins over max_tokens
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    # vLLM's
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    echo: bool | None = None
+
+    def _check_fields(self) -> None:
+        super()._check_fields()
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs is only allowed together with logprobs: true", "top_logprobs")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
+            )
+        if taken := _TEMPLATE_ARGUMENTS & (self.chat_template_kwargs or {}).keys():
+            raise InvalidRequest(f"chat_template_kwargs may not set {min(taken)}", "chat_template_kwargs")
+        for name in ("echo", "add_special_tokens"):
+            if getattr(self, name):
+                raise InvalidRequest(f"{name} is not supported for chat by this server", name)
+
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def asked_max_tokens(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return super().asked_max_tokens()
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """The four forms of `prompt` as one: a list whose elements are texts or lists of token ids."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(isinstance(p, str) for p in value):
+            return value
+        if all(type(p) is int for p in value):
+            return [value]
+        if all(isinstance(p, list) and all(type(t) is int for t in p) for p in value):
+            return value
+    raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists, and not empty")
+
+
+class CompletionRequest(GenerationRequest):
+    default_max_tokens = 16
+
+    prompt: Annotated[Any, BeforeValidator(_prompts)]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    # vLLM's
+    add_special_tokens: bool | None = None
+
+    def _check_fields(self) -> None:
+        super()._check_fields()
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest("echo together with logprobs is not supported by this server", "logprobs")
+        if self.max_tokens == 0 and self.min_tokens:
+            raise InvalidRequest(f"min_tokens ({self.min_tokens}) is over max_tokens (0)", "min_tokens")
+
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+def _invalid(error: ValidationError) -> InvalidRequest:
+    """OpenAI's way to say where: `messages[0].role`. Only the first error is told, without the input."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    where = ""
+    for step in first["loc"]:
+        where += f"[{step}]" if isinstance(step, int) else f".{step}" if where else step
+    reason = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return InvalidRequest(short(f"{short(where)}: {reason}"), short(where))
+
+
+def resolve_model(name: str | None, models: Mapping[str, ServedModel]) -> ServedModel:
+    """The model of this name; the only one that is served if no name is given.
+
+    Raises `ModelNotFound`, or `InvalidRequest` where a name is needed.
+    """
+    if name is None and len(models) == 1:
+        return next(iter(models.values()))
+    if not name:
+        raise InvalidRequest(f"model must name one of the models served here: {', '.join(sorted(models))}", "model")
+    if name not in models:
+        raise ModelNotFound(f"the model {short(name)!r} does not exist{nearest(name[:MAX_ECHO], models)}", "model")
+    return models[name]
+
+
+# -- responses ---------------------------------------------------------------------------------------------------------
+# Streams write their chunks from templates; these are for the answers that are sent whole.
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int = 0
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class AssistantMessage(BaseModel):
+    role: str = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AssistantMessage
+    logprobs: dict[str, Any] | None = None
+    finish_reason: str
+    stop_reason: str | int | None = None  # vLLM's: the stop string or token
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: None = None
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None = None
+    finish_reason: str
+    stop_reason: str | int | None = None
+
+
+class Completion(BaseModel):
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    system_fingerprint: None = None
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "pagedray"
+    root: str
+    parent: None = None
+    max_model_len: int
+
+    @classmethod
+    def of(cls, model: ServedModel) -> Self:
+        return cls(id=model.id, created=model.created, root=model.id, max_model_len=model.max_model_len)
+
+
+class ModelList(BaseModel):
+    object: str = "list"
+    data: list[ModelCard]
+
+
+def error_envelope(error: PagedRayError) -> dict[str, Any]:
+    """OpenAI's form of an error: all four keys always."""
+    return {
+        "error": {
+            "message": error.message[:MAX_MESSAGE],
+            "type": error.type,
+            "param": getattr(error, "param", None),
+            "code": error.code,
+        }
+    }
+
+
+def finite(logprob: float) -> float:
+    """`logprob` as JSON can say it."""
+    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB  # NaN too: it is greater than nothing
