@@ -1,0 +1,44 @@
+"""Builds the Serve application: the only place where its parts are put together.
+
+`serve run pagedray.cluster.app:build`, a Serve YAML's `import_path` and `pagedray serve` all come through here.
+"""
+
+from typing import Any
+
+from ray.serve import Application
+
+from .config import ApplicationConfig
+from .ingress import Ingress
+from .worker_group import WorkerGroup
+
+_LOAD_TIMEOUT = 1800.0  # seconds for a group to load its weights
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The application for these arguments (Ray Serve LLM's schema, see `cluster/config.py`).
+
+    Raises `ConfigError` for arguments that are wrong, before anything starts.
+    """
+    config = ApplicationConfig.parse(args)
+    groups = [
+        WorkerGroup.options(
+            **{
+                "name": f"WorkerGroup:{model.model_id}",
+                "ray_actor_options": {"num_cpus": 0},
+                "placement_group_bundles": [{"CPU": 1}],  # one a rank; the replica itself takes nothing
+                "placement_group_strategy": "PACK",
+                "max_constructor_retry_count": 1,  # a model that cannot be loaded will not load the next time
+                "health_check_period_s": 2.0,
+                "health_check_timeout_s": 15.0,
+                **model.deployment,
+            }
+        ).bind(model.model_id, model.engine, _LOAD_TIMEOUT)
+        for model in config.models
+    ]
+    return Ingress.options(
+        **{
+            "ray_actor_options": {"num_cpus": 0},
+            "max_ongoing_requests": 4096,  # streams that are open; the queue's bound is the scheduler's
+            **config.ingress,
+        }
+    ).bind(config, *groups)

@@ -1,0 +1,181 @@
+"""The ingress's side of the wire: requests go to the global scheduler, tokens come from the leaders it chose."""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from ..scheduler.errors import EngineDead, PagedRayError
+from ..scheduler.request import Request, SequenceOutput
+from .config import SchedulerOptions
+from .global_scheduler import CALL_TIMEOUT, Assignments, ClusterStats
+from .token_stream import POLL_SECONDS, TokenFrame
+
+logger = logging.getLogger(__name__)
+
+_SCHEDULER_PATIENCE = 30.0  # seconds without the global scheduler before requests that need it fail
+
+
+class _Stream:
+    """One sequence in flight: what has come and was not taken yet, and the group it comes from."""
+
+    def __init__(self, request: Request):
+        self.request = request
+        self.news: asyncio.Queue[SequenceOutput | PagedRayError] = asyncio.Queue()
+        self.group_id: str | None = None
+        self.submitted = False
+
+
+class ClusterClient:
+    """Implements `openai.engine_client.EngineClient` over the cluster. Lives on one event loop.
+
+    Requests that come up while a submission is on its way go together in the next one. Each group that serves this
+    ingress has one open call of ours that brings the tokens of all its sequences.
+    """
+
+    def __init__(self, scheduler: ActorHandle):
+        self.scheduler = scheduler
+        self.ingress_id = uuid.uuid4().hex
+        self._epoch = ""
+        self._streams: dict[str, _Stream] = {}
+        self._leaders: dict[str, ActorHandle] = {}
+        self._readers: dict[str, asyncio.Task] = {}  # by group id
+        self._to_submit: list[_Stream] = []
+        self._to_cancel: list[str] = []
+        self._submitter: asyncio.Task | None = None
+        self._canceller: asyncio.Task | None = None
+        self._waiter: asyncio.Task | None = None
+
+    async def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
+        """Yield what the sequence gains until its finish. Leaving early (aclose, cancellation) aborts it.
+
+        Raises `PagedRayError`: `Overloaded`, `InvalidRequest`, or `EngineDead` where its group is lost.
+        """
+        stream = self._streams[request.request_id] = _Stream(request)
+        done = False
+        try:
+            self._to_submit.append(stream)
+            self._submitter = self._running(self._submitter, self._submit)
+            while not done:
+                news = await stream.news.get()
+                if isinstance(news, PagedRayError):
+                    done = True
+                    raise news
+                done = news.finish_reason is not None
+                yield news
+        finally:
+            del self._streams[request.request_id]
+            if stream in self._to_submit:
+                self._to_submit.remove(stream)
+            elif not done:
+                self._to_cancel.append(request.request_id)
+                self._canceller = self._running(self._canceller, self._cancel)
+
+    async def stats(self) -> ClusterStats:
+        return await self._call("stats")
+
+    async def configure(self, options: SchedulerOptions) -> None:
+        await self._call("configure", options)
+
+    # -- tasks: each runs while it has something to do ----------------------------------------------------------------
+
+    @staticmethod
+    def _running(task: asyncio.Task | None, main: Any, *args: Any) -> asyncio.Task:
+        """The task that runs `main`; a new one if none does."""
+        return task if task is not None and not task.done() else asyncio.create_task(main(*args))
+
+    async def _submit(self) -> None:
+        while self._to_submit:
+            batch, self._to_submit = self._to_submit, []
+            try:
+                self._take(await self._call("submit", self.ingress_id, [s.request for s in batch]))
+            except PagedRayError as error:
+                for stream in batch:
+                    stream.news.put_nowait(error)
+                continue
+            for stream in batch:
+                stream.submitted = True
+            if self._unassigned():
+                self._waiter = self._running(self._waiter, self._wait_for_assignments)
+
+    async def _wait_for_assignments(self) -> None:
+        while waiting := self._unassigned():
+            epoch = self._epoch
+            try:
+                self._take(await self._call("assignments", self.ingress_id))
+                if self._epoch != epoch:  # the scheduler restarted and does not know them
+                    self._take(await self._call("submit", self.ingress_id, [s.request for s in waiting]))
+            except PagedRayError as error:
+                for stream in self._unassigned():
+                    stream.news.put_nowait(error)
+                return
+
+    async def _cancel(self) -> None:
+        while self._to_cancel:
+            ids, self._to_cancel = self._to_cancel, []
+            try:
+                await self._call("cancel", ids)
+            except PagedRayError as error:
+                logger.warning("%d abandoned requests run on: %s", len(ids), error)
+
+    async def _read(self, group_id: str, leader: ActorHandle) -> None:
+        """Bring tokens from one group while it has sequences of ours."""
+        while any(s.group_id == group_id for s in self._streams.values()):
+            try:
+                frame: TokenFrame = await asyncio.wait_for(
+                    leader.next_frame.remote(self.ingress_id), POLL_SECONDS + CALL_TIMEOUT
+                )
+            except (ray.exceptions.RayError, TimeoutError) as error:
+                logger.warning("group %s is lost: %r", group_id, error)
+                self._leaders.pop(group_id, None)
+                for request_id, stream in self._streams.items():
+                    if stream.group_id == group_id:
+                        self._put(
+                            request_id, EngineDead("the worker group that held this request is gone; send it again")
+                        )
+                await self._call("remove_group", group_id)
+                return
+            for output in frame.outputs:
+                self._put(output.request_id, output)
+            for request_id, failure in frame.failures:
+                self._put(request_id, failure)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _take(self, assignments: Assignments) -> None:
+        self._epoch = assignments.epoch
+        self._leaders.update(assignments.groups)
+        for request_id, group_id in assignments.assigned:
+            stream = self._streams.get(request_id)
+            if stream is not None:
+                stream.group_id = group_id
+        for request_id, error in assignments.failed:
+            self._put(request_id, error)
+        for group_id in {s.group_id for s in self._streams.values()} & self._leaders.keys():
+            self._readers[group_id] = self._running(
+                self._readers.get(group_id), self._read, group_id, self._leaders[group_id]
+            )
+
+    def _put(self, request_id: str, news: SequenceOutput | PagedRayError) -> None:
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            stream.news.put_nowait(news)
+
+    def _unassigned(self) -> list[_Stream]:
+        return [s for s in self._streams.values() if s.submitted and s.group_id is None]
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        """Call the global scheduler. While it restarts, try again; after `_SCHEDULER_PATIENCE` raise `EngineDead`."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _SCHEDULER_PATIENCE
+        while True:
+            try:
+                return await asyncio.wait_for(getattr(self.scheduler, method).remote(*args), CALL_TIMEOUT)
+            except (ray.exceptions.RayActorError, TimeoutError) as error:
+                if loop.time() > deadline:
+                    raise EngineDead("the global scheduler cannot be reached; try again later") from error
+                await asyncio.sleep(0.2)

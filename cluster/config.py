@@ -1,0 +1,488 @@
+"""The application's arguments: Ray Serve LLM's schema, with `ingress` and `scheduler` besides.
+
+    llm_configs:
+      - model_loading_config: {model_id: smol, model_source: HuggingFaceTB/SmolLM2-135M-Instruct}
+        engine_kwargs: {max_model_len: 2048}          # vLLM's names, see workers.config.EngineConfig
+        deployment_config: {num_replicas: 2}          # Ray Serve's deployment options
+    ingress: {num_replicas: 1}                        # Ray Serve's deployment options
+    scheduler: {max_queued_requests: 1024}
+
+What Serve LLM takes and we can honor is taken; the rest is refused with its path and the reason, never dropped in
+silence. Settings of vLLM's engine that change nothing here are taken with one logged line.
+Importing this module loads neither torch nor Ray.
+"""
+
+import copy
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from ..scheduler.errors import ConfigError
+from ..scheduler.names import nearest
+from ..workers.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+IMPORT_PATH = "pagedray.cluster.app:build"
+_IMPORT_PATHS = (IMPORT_PATH, "ray.serve.llm:build_openai_app")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDeployment:
+    """One model: its public id, its engine, and the options of its Serve deployment that the user set."""
+
+    model_id: str
+    engine: EngineConfig
+    deployment: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SchedulerOptions:
+    """The global scheduler's bounds."""
+
+    max_queued_requests: int = 1024  # requests of a model that wait for a group; over it: 429
+    max_queue_seconds: float = 120.0  # how long one waits before it is given up: 503
+
+
+@dataclass(frozen=True, slots=True)
+class ApplicationConfig:
+    """All that `cluster.app.build` needs to know."""
+
+    models: tuple[ModelDeployment, ...]
+    ingress: dict[str, Any] = field(default_factory=dict)  # options of the ingress deployment that the user set
+    scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+
+    @classmethod
+    def parse(cls, args: Any) -> "ApplicationConfig":
+        """Check the application's arguments; `ConfigError` with the path, the value and what would be right."""
+        root = _read(_Application, args, "")
+        if not root.llm_configs:
+            raise ConfigError("llm_configs is empty: it must hold at least one model")
+        if root.ingress and root.ingress_deployment_config:
+            raise ConfigError("ingress and ingress_deployment_config are two names of one thing: keep one")
+        where = "ingress" if root.ingress else "ingress_deployment_config"
+        ingress = _options(root.ingress or root.ingress_deployment_config, where)
+        models: list[ModelDeployment] = []
+        seen: dict[str, str] = {}
+        for i, raw in enumerate(root.llm_configs):
+            path = f"llm_configs[{i}]"
+            if isinstance(raw, str):
+                raw = _load(Path(raw))
+            section = _read(_LLMConfig, raw, path)
+            model = _model(section, path)
+            if model.model_id in seen:
+                at = f"{path}.model_loading_config.model_id"
+                raise ConfigError(f"{at} is {model.model_id!r}, as in {seen[model.model_id]}: ids must differ")
+            seen[model.model_id] = path
+            models.append(model)
+            replicas = section.experimental_configs.get("num_ingress_replicas", 0)
+            if replicas > ingress.get("num_replicas", 0) and "autoscaling_config" not in ingress:
+                ingress["num_replicas"] = replicas
+        scheduler = _read(_Scheduler, root.scheduler, "scheduler")
+        return cls(tuple(models), ingress, SchedulerOptions(**scheduler.model_dump()))
+
+    @staticmethod
+    def for_model(model: str, served_model_name: str | None = None, engine_kwargs: dict | None = None) -> dict:
+        """The arguments that serve one model: `model` is a folder, a .gguf file or a hub id."""
+        if served_model_name is None:
+            path = Path(model)
+            local = path.exists()
+            served_model_name = (path.stem if path.suffix == ".gguf" else path.resolve().name) if local else model
+        loading = {"model_id": served_model_name, "model_source": model}
+        return {"llm_configs": [{"model_loading_config": loading, "engine_kwargs": dict(engine_kwargs or {})}]}
+
+
+# The schema. Every section forbids what it does not name; `refused` says why a name that Serve LLM knows is not taken.
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+    refused: ClassVar[dict[str, str]] = {}
+
+
+class _Application(_Section):
+    llm_configs: list[Any]
+    ingress: dict[str, Any] = {}
+    ingress_deployment_config: dict[str, Any] = {}  # Serve LLM's name for `ingress`
+    scheduler: dict[str, Any] = {}
+    refused = {"ingress_cls_config": "PagedRay has its own ingress"}
+
+
+class _Scheduler(_Section):
+    max_queued_requests: int = Field(SchedulerOptions.max_queued_requests, ge=1)
+    max_queue_seconds: float = Field(SchedulerOptions.max_queue_seconds, gt=0)
+
+
+class _LLMConfig(_Section):
+    model_loading_config: dict[str, Any]
+    engine_kwargs: dict[str, Any] = {}
+    deployment_config: dict[str, Any] = {}
+    placement_group_config: dict[str, Any] | None = None
+    accelerator_type: Annotated[str, Field(min_length=1)] | None = None
+    runtime_env: dict[str, Any] | None = None
+    experimental_configs: dict[str, Any] = {}
+    llm_engine: str | None = None
+    log_engine_metrics: bool | None = None
+    refused = {
+        "accelerator_config": "say accelerator_type and placement_group_config",
+        "lora_config": "adapters are not supported yet",
+        "server_cls": "PagedRay has its own server",
+        "callback_config": "there are no callbacks",
+    }
+
+
+class _ModelLoading(_Section):
+    model_id: str = Field(min_length=1)
+    model_source: Annotated[str, Field(min_length=1)] | None = None
+    tokenizer_source: Annotated[str, Field(min_length=1)] | None = None
+
+    @field_validator("model_source", mode="before")
+    @classmethod
+    def _no_mirror(cls, value: Any) -> Any:
+        remote = ("s3://", "gs://", "abfss://", "azure://", "http://", "https://")
+        if isinstance(value, dict) or (isinstance(value, str) and value.startswith(remote)):
+            raise ValueError("must be a folder, a .gguf file or a hub id (mirrors in object stores are not supported)")
+        return value
+
+
+class _Http(_Section):
+    host: str = "127.0.0.1"
+    port: int = 8000
+
+
+class _PlacementGroup(_Section):
+    bundle_per_worker: dict[str, float] | None = None
+    bundles: list[dict[str, float]] | None = None
+    strategy: str = "PACK"
+
+    @field_validator("strategy")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"):
+            raise ValueError("must be PACK, STRICT_PACK, SPREAD or STRICT_SPREAD")
+        return value
+
+
+class _Experimental(_Section):
+    num_ingress_replicas: int = Field(1, ge=1)
+    stream_batching_interval_ms: float | None = None
+
+
+class _ActorOptions(_Section):
+    num_cpus: float | None = Field(None, ge=0)
+    num_gpus: float | None = Field(None, ge=0)
+    memory: float | None = Field(None, gt=0)
+    resources: dict[str, float] | None = None
+    accelerator_type: str | None = None
+    runtime_env: dict[str, Any] | None = None
+    refused = {
+        "label_selector": "say what a group needs with resources",
+        "fallback_strategy": "say what a group needs with resources",
+    }
+
+
+class _Autoscaling(_Section):
+    min_replicas: int | None = Field(None, ge=0)
+    initial_replicas: int | None = Field(None, ge=0)
+    max_replicas: int | None = Field(None, ge=1)
+    target_ongoing_requests: float | None = Field(None, gt=0)
+    metrics_interval_s: float | None = Field(None, gt=0)
+    look_back_period_s: float | None = Field(None, gt=0)
+    smoothing_factor: float | None = Field(None, gt=0)
+    upscale_smoothing_factor: float | None = Field(None, gt=0)
+    downscale_smoothing_factor: float | None = Field(None, gt=0)
+    upscaling_factor: float | None = Field(None, gt=0)
+    downscaling_factor: float | None = Field(None, gt=0)
+    upscale_delay_s: float | None = Field(None, ge=0)
+    downscale_delay_s: float | None = Field(None, ge=0)
+    downscale_to_zero_delay_s: float | None = Field(None, ge=0)
+    aggregation_function: str | None = None
+    policy: dict[str, Any] | None = None
+
+
+class _DeploymentOptions(_Section):
+    num_replicas: Any = None
+    max_ongoing_requests: int | None = Field(None, ge=1)
+    autoscaling_config: dict[str, Any] | None = None
+    ray_actor_options: dict[str, Any] | None = None
+    max_replicas_per_node: int | None = Field(None, ge=1)
+    max_constructor_retry_count: int | None = Field(None, ge=1)
+    health_check_period_s: float | None = Field(None, gt=0)
+    health_check_timeout_s: float | None = Field(None, gt=0)
+    graceful_shutdown_wait_loop_s: float | None = Field(None, ge=0)
+    graceful_shutdown_timeout_s: float | None = Field(None, ge=0)
+    logging_config: dict[str, Any] | None = None
+    refused = {
+        "name": "deployments are named after what they are",
+        "user_config": "settings are fixed at start",
+        "max_queued_requests": "say scheduler.max_queued_requests",
+        "request_router_config": "requests are routed by the global scheduler",
+        "placement_group_bundles": "say placement_group_config",
+        "placement_group_strategy": "say placement_group_config",
+    }
+
+    @field_validator("num_replicas")
+    @classmethod
+    def _replicas(cls, value: Any) -> Any:
+        if value is None or value == "auto" or (type(value) is int and value >= 1):
+            return value
+        raise ValueError('must be an integer of at least 1, or "auto"')
+
+
+# vLLM's engine settings that change nothing here: name → the values that may be taken so (None: any), and why.
+_VLLM: dict[str, tuple[tuple[Any, ...] | None, str]] = {
+    "gpu_memory_utilization": (None, "kv_cache_memory says how much memory the KV cache takes"),
+    "swap_space": (None, "blocks are not swapped; a preempted sequence is computed again"),
+    "cpu_offload_gb": ((0,), "weights are not offloaded"),
+    "enforce_eager": (None, "there are no CUDA graphs"),
+    "compilation_config": (None, "models are not compiled"),
+    "max_seq_len_to_capture": (None, "there are no CUDA graphs"),
+    "disable_custom_all_reduce": (None, "a worker group is one rank"),
+    "distributed_executor_backend": (("ray", "mp", "uni"), "Ray places the worker groups"),
+    "data_parallel_size": ((1,), "deployment_config.num_replicas says how many copies run"),
+    "max_parallel_loading_workers": (None, "weights are memory-mapped"),
+    "use_tqdm_on_load": (None, "a progress bar is shown on a terminal"),
+    "disable_log_requests": (None, "requests are not logged"),
+    "enable_log_requests": ((False,), "requests are not logged"),
+    "disable_log_stats": (None, "/metrics has the figures"),
+    "trust_remote_code": ((False,), "no code from a checkpoint is run"),
+    "enable_chunked_prefill": ((True,), "prefill is always chunked"),
+    "scheduling_policy": (("fcfs", "priority"), "requests go by priority, then by arrival"),
+    "preemption_mode": (("recompute",), "a preempted sequence is computed again"),
+    "kv_cache_dtype": (("auto",), "KV is kept in the model's dtype"),
+    "load_format": (("auto", "safetensors", "gguf"), "the format is read from the files"),
+    "quantization": (("gguf",), "the quantization is read from the files"),
+    "device": (("auto", "cpu"), "this version computes on CPUs"),
+    "task": (("auto", "generate"), "models generate"),
+    "runner": (("auto", "generate"), "models generate"),
+    "enable_lora": ((False,), "adapters are not supported yet"),
+}
+
+S = TypeVar("S", bound=_Section)
+
+
+def _read(section: type[S], raw: Any, path: str) -> S:
+    """Validate one section and say what is wrong in our own words."""
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path or 'the arguments'} must be a mapping with {', '.join(section.model_fields)}")
+    for key in raw:
+        at = f"{path}.{key}" if path else str(key)
+        if key in section.refused and raw[key] not in (None, {}):
+            raise ConfigError(f"{at} is not supported: {section.refused[key]}")
+        if key not in section.model_fields and key not in section.refused:
+            raise ConfigError(f"{at} is not a setting{nearest(str(key), section.model_fields)}")
+    # `key:` with nothing after it is None in YAML: as if it was left out
+    given = {k: v for k, v in raw.items() if k in section.model_fields and v is not None}
+    try:
+        return section.model_validate(copy.deepcopy(given))
+    except ValidationError as errors:
+        raise ConfigError(_explain(errors.errors()[0], path)) from None
+
+
+def _explain(error: Any, path: str) -> str:
+    """One pydantic error as "path must be …, not value"."""
+    for step in error["loc"]:
+        if step == "[key]":
+            return f"{path}: names must be strings, not {error['input']!r}"
+        path += f"[{step}]" if isinstance(step, int) else f"{'.' if path else ''}{step}"
+    if error["type"] == "missing":
+        return f"{path} is missing"
+    what = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    what = what.replace("String should have", "must have").replace("dictionary", "mapping")
+    return f"{path} {what}, not {error['input']!r}"
+
+
+def _options(raw: dict[str, Any], path: str) -> dict[str, Any]:
+    """The options of a Serve deployment that the user set, checked, as `Deployment.options` takes them."""
+    options = _read(_DeploymentOptions, raw, path).model_dump(exclude_unset=True, exclude_none=True)
+    for key, inner in (("ray_actor_options", _ActorOptions), ("autoscaling_config", _Autoscaling)):
+        if key in options:
+            checked = _read(inner, options[key], f"{path}.{key}")
+            options[key] = checked.model_dump(exclude_unset=True, exclude_none=True)
+    scaling = options.get("autoscaling_config")
+    if scaling is not None:
+        if options.get("num_replicas", "auto") != "auto":
+            raise ConfigError(f"{path} says num_replicas and autoscaling_config: keep one")
+        low, high = scaling.get("min_replicas", 1), scaling.get("max_replicas", 1)
+        if low > high and options.get("num_replicas") != "auto":
+            raise ConfigError(f"{path}.autoscaling_config.min_replicas ({low}) is over max_replicas ({high})")
+    return options
+
+
+def _model(section: _LLMConfig, path: str) -> ModelDeployment:
+    loading = _read(_ModelLoading, section.model_loading_config, f"{path}.model_loading_config")
+    source = loading.model_source or _demo_source(loading.model_id, path) or loading.model_id
+    if section.llm_engine not in (None, "vLLM"):
+        raise ConfigError(f"{path}.llm_engine must be left out (PagedRay runs its own), not {section.llm_engine!r}")
+    _read(_Experimental, section.experimental_configs, f"{path}.experimental_configs")
+
+    kwargs = _engine_kwargs(section.engine_kwargs, f"{path}.engine_kwargs")
+    if loading.tokenizer_source is not None:
+        if "tokenizer" in kwargs:
+            raise ConfigError(f"{path}.engine_kwargs.tokenizer says model_loading_config.tokenizer_source again")
+        kwargs["tokenizer"] = loading.tokenizer_source
+    engine = EngineConfig.from_kwargs(where=f"{path}.engine_kwargs", **{**kwargs, "model": source})
+
+    deployment = _options(section.deployment_config, f"{path}.deployment_config")
+    deployment |= _placement(section, deployment.pop("ray_actor_options", {}), path)
+    return ModelDeployment(loading.model_id, engine, deployment)
+
+
+def _placement(section: _LLMConfig, actor: dict[str, Any], path: str) -> dict[str, Any]:
+    """Where a group goes. Its ranks, not the replica that watches them, hold the resources: one bundle a rank."""
+    bundle = _bundle(section.placement_group_config, f"{path}.placement_group_config")
+    strategy = (section.placement_group_config or {}).get("strategy")
+    names = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
+    said = {names[k]: v for k, v in actor.items() if k in names} | actor.get("resources", {})
+    kind = actor.get("accelerator_type", section.accelerator_type)
+    if kind:
+        said[f"accelerator_type:{kind}"] = 0.001  # Ray's way to ask for a node that has one
+    if twice := sorted(bundle.keys() & said.keys()):
+        raise ConfigError(f"{path}.placement_group_config and ray_actor_options both say {twice[0]}: keep one")
+    bundle |= said
+    if kind or bundle.get("GPU"):
+        logger.warning("%s asks for a GPU: it is reserved, and this version computes on CPUs", path)
+    options: dict[str, Any] = {}
+    if bundle:
+        if bundle.setdefault("CPU", 1) < 1:
+            raise ConfigError(f"{path} gives a group {bundle['CPU']:g} CPUs: its leader needs 1")
+        options["placement_group_bundles"] = [bundle]
+        if strategy:
+            options["placement_group_strategy"] = strategy
+    environment = actor.get("runtime_env", section.runtime_env)
+    if environment is not None:
+        options["ray_actor_options"] = {"num_cpus": 0, "runtime_env": environment}
+    return options
+
+
+def _demo_source(model_id: str, path: str) -> str | None:
+    """The demo model goes by its id alone, wherever its file lies on this machine."""
+    from .demo_model import DEMO_MODEL_ID, find
+
+    if model_id != DEMO_MODEL_ID:
+        return None
+    found = find()
+    if found is None:
+        raise ConfigError(
+            f"{path}: the demo model is not on this machine; python -m pagedray.cluster.demo_model gets it"
+        )
+    return str(found)
+
+
+def _engine_kwargs(raw: dict[str, Any], path: str) -> dict[str, Any]:
+    """Drop, with one logged line each, the settings of vLLM that change nothing here."""
+    kept: dict[str, Any] = {}
+    for key, value in raw.items():
+        if key == "model":
+            raise ConfigError(f"{path}.model is not a setting: say model_loading_config.model_source")
+        if key not in _VLLM:
+            kept[key] = value
+            continue
+        allowed, why = _VLLM[key]
+        # `1 == True` in Python: compare the types too
+        if (
+            value is not None
+            and allowed is not None
+            and not any(value == a and type(value) is type(a) for a in allowed)
+        ):
+            right = " or ".join(repr(a) for a in allowed)
+            raise ConfigError(f"{path}.{key} must be {right} or left out ({why}), not {value!r}")
+        logger.info("%s.%s changes nothing here: %s", path, key, why)
+    return kept
+
+
+def _bundle(raw: dict[str, Any] | None, path: str) -> dict[str, float]:
+    """A worker group of one rank has one bundle."""
+    if raw is None:
+        return {}
+    group = _read(_PlacementGroup, raw, path)
+    if (group.bundles is None) == (group.bundle_per_worker is None):
+        raise ConfigError(f"{path} must have either bundle_per_worker or bundles")
+    bundles = [group.bundle_per_worker] if group.bundles is None else group.bundles
+    if len(bundles) != 1:
+        raise ConfigError(f"{path}.bundles must hold one bundle (a worker group is one rank), not {len(bundles)}")
+    return dict(bundles[0] or {})
+
+
+# Files.
+
+
+class ConfigFile(NamedTuple):
+    """A YAML file: the application's arguments, and where to listen if it is a Serve config that says so."""
+
+    args: dict[str, Any]
+    http_options: dict[str, Any]
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The application's arguments in a YAML file, which may be a Ray Serve config with one application."""
+    return read_config_file(path).args
+
+
+def read_config_file(path: str | Path) -> ConfigFile:
+    """Read a YAML of the application's arguments, or a Ray Serve config (`applications: [{import_path, args}]`).
+
+    `ConfigError` names the file and what is wrong with it; the arguments themselves are checked by `parse`.
+    """
+    path = Path(path)
+    content = _load(path)
+    if "applications" not in content:
+        return ConfigFile(content, {})
+    applications = content["applications"]
+    if not isinstance(applications, list) or len(applications) != 1 or not isinstance(applications[0], dict):
+        raise ConfigError(f"{path}: applications must hold one application; for more, use `serve deploy {path}`")
+    application, http = applications[0], content.get("http_options") or {}
+    for where, given, known in (
+        ("", content, ("applications", "http_options", "proxy_location")),
+        ("applications[0].", application, ("name", "route_prefix", "import_path", "args")),
+    ):
+        for key in given:
+            if key not in known:
+                raise ConfigError(f"{path}: {where}{key} is not known here; use `serve deploy {path}`")
+    if application.get("import_path") not in _IMPORT_PATHS:
+        raise ConfigError(
+            f"{path}: applications[0].import_path must be {IMPORT_PATH}, not {application.get('import_path')!r}"
+        )
+    if application.get("route_prefix", "/") != "/":
+        raise ConfigError(f'{path}: applications[0].route_prefix must be "/"; for another, use `serve deploy {path}`')
+    args = application.get("args")
+    if not isinstance(args, dict):
+        raise ConfigError(f"{path}: applications[0].args must be a mapping with llm_configs")
+    listen = _read(_Http, http, f"{path}: http_options").model_dump(exclude_unset=True)
+    return ConfigFile(args, listen)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    except _DuplicateKey as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a mapping with llm_configs")
+    return content
+
+
+class _DuplicateKey(Exception):
+    pass
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML says that a mapping's keys differ; PyYAML would keep the last one in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if key.value in seen and key.tag != "tag:yaml.org,2002:merge" and isinstance(key, yaml.ScalarNode):
+                raise _DuplicateKey(f"{key.value} stands twice, in lines {seen[key.value]} and {line}")
+            if isinstance(key, yaml.ScalarNode):
+                seen[key.value] = line
+        return super().construct_mapping(node, deep)

@@ -1,0 +1,255 @@
+"""The global scheduler: one actor an application, around `scheduler.dispatcher.Dispatcher`.
+
+It decides who goes next and where, and hands groups their batches. Tokens never pass through it. Its state is soft:
+when the actor restarts (Ray does that), groups register again at their next report and ingresses send again what they
+have no assignment for.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import serve
+from ray.actor import ActorHandle
+
+from ..scheduler.dispatcher import Dispatcher
+from ..scheduler.errors import EngineDead, PagedRayError
+from ..scheduler.request import Request
+from ..scheduler.step import SchedulerStats
+from .config import SchedulerOptions
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "pagedray"
+CALL_TIMEOUT = 10.0  # seconds for a call that should take a millisecond
+_POLL_SECONDS = 2.0
+_APPLICATION_CHECK_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Assignments:
+    """What became of an ingress's requests since it last asked.
+
+    `groups` holds the handles of leaders named here; `epoch` changes when the scheduler restarts and forgets.
+    """
+
+    epoch: str
+    assigned: tuple[tuple[str, str], ...] = ()  # request id, group id
+    failed: tuple[tuple[str, PagedRayError], ...] = ()
+    groups: tuple[tuple[str, ActorHandle], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInfo:
+    """How a group introduces itself. A rebuilt group has a new id: nothing meant for the old one reaches it."""
+
+    group_id: str
+    model: str
+    window: int  # requests it takes at a time, running ones included
+    max_model_len: int  # tokens
+    leader: ActorHandle
+    requests: tuple[tuple[str, Request], ...] = ()  # ingress id and request, of what it has already
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReport:
+    group_id: str
+    finished: tuple[str, ...]  # request ids
+    stats: SchedulerStats
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStatus:
+    group_id: str
+    model: str
+    max_model_len: int  # tokens
+    stats: SchedulerStats | None  # its last report
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStats:
+    num_queued: dict[str, int]  # by model
+    groups: tuple[GroupStatus, ...]
+
+
+class GlobalScheduler:
+    """The actor's class. All methods run on one event loop, none of them waits while holding half-changed state."""
+
+    def __init__(self, application: str):
+        self.application = application
+        self.epoch = uuid.uuid4().hex
+        self.max_queue_seconds = SchedulerOptions().max_queue_seconds
+        self.dispatcher = Dispatcher()
+        self.groups: dict[str, GroupInfo] = {}
+        self.reports: dict[str, SchedulerStats] = {}
+        self.ingress_of: dict[str, str] = {}  # request id -> ingress id
+        self.news: dict[str, list[Any]] = {}  # ingress id -> [assigned, failed]
+        self.wakers: dict[str, asyncio.Event] = {}
+        self._tasks: set[asyncio.Task] = set()
+        self._spawn(self._leave_with_application())
+        self._spawn(self._expire_for_ever())
+
+    # -- what ingresses call ------------------------------------------------------------------------------------------
+
+    async def configure(self, options: SchedulerOptions) -> None:
+        """Set the queue's bounds. Ingresses repeat it, so that a restarted scheduler has them too."""
+        self.dispatcher.max_queued_requests = options.max_queued_requests
+        self.max_queue_seconds = options.max_queue_seconds
+
+    async def submit(self, ingress_id: str, requests: Sequence[Request]) -> Assignments:
+        """Queue requests; answer with what could be decided at once. The rest comes by `assignments`.
+
+        May be repeated: a request that is known is not queued again, its assignment is told again.
+        """
+        for request in requests:
+            try:
+                self.dispatcher.submit(request, time.monotonic())
+                self.ingress_of[request.request_id] = ingress_id
+            except PagedRayError as error:
+                self._tell(ingress_id, failed=(request.request_id, error))
+            group_id = self.dispatcher.group_of(request.request_id)
+            if group_id is not None:
+                self._tell(ingress_id, assigned=(request.request_id, group_id))
+        self._dispatch()
+        return self._take_news(ingress_id)
+
+    async def assignments(self, ingress_id: str) -> Assignments:
+        """Wait for news of queued requests, a few seconds at most."""
+        waker = self.wakers.setdefault(ingress_id, asyncio.Event())
+        try:
+            await asyncio.wait_for(waker.wait(), _POLL_SECONDS)
+        except TimeoutError:
+            pass
+        return self._take_news(ingress_id)
+
+    async def cancel(self, request_ids: Sequence[str]) -> None:
+        """Forget requests that nobody waits for, and have their groups abort them."""
+        by_group: dict[str, list[str]] = {}
+        for request_id in request_ids:
+            self.ingress_of.pop(request_id, None)
+            group_id = self.dispatcher.cancel(request_id)
+            if group_id in self.groups:
+                by_group.setdefault(group_id, []).append(request_id)
+        for group_id, ids in by_group.items():
+            self._spawn(self._call_leader(group_id, "abort", ids))
+        self._dispatch()
+
+    async def stats(self) -> ClusterStats:
+        groups = tuple(
+            GroupStatus(g.group_id, g.model, g.max_model_len, self.reports.get(g.group_id))
+            for g in self.groups.values()
+        )
+        return ClusterStats(self.dispatcher.num_queued(), groups)
+
+    # -- what groups call ---------------------------------------------------------------------------------------------
+
+    async def register_group(self, info: GroupInfo) -> None:
+        self.groups[info.group_id] = info
+        self.ingress_of.update((request.request_id, ingress_id) for ingress_id, request in info.requests)
+        running = [request for _, request in info.requests]
+        self.dispatcher.add_group(info.group_id, info.model, info.window, time.monotonic(), running)
+        for ingress_id, request in info.requests:
+            self._tell(ingress_id, assigned=(request.request_id, info.group_id))
+        logger.info("group %s of %s registered", info.group_id, info.model)
+        self._dispatch()
+
+    async def report(self, report: GroupReport) -> bool:
+        """Take in a group's load and what it finished. False: this scheduler does not know it, register again."""
+        if report.group_id not in self.groups:
+            return False
+        self.reports[report.group_id] = report.stats
+        for request_id in report.finished:
+            self.ingress_of.pop(request_id, None)
+        self.dispatcher.finished(report.finished)
+        self._dispatch()
+        return True
+
+    async def remove_group(self, group_id: str) -> None:
+        """A group leaves or was found dead. What it held fails with a retriable error."""
+        info = self.groups.pop(group_id, None)
+        self.reports.pop(group_id, None)
+        if info is None:
+            return
+        for request_id in self.dispatcher.remove_group(group_id):
+            ingress_id = self.ingress_of.pop(request_id, None)
+            if ingress_id:
+                error = EngineDead("the worker group that held this request is gone; send it again")
+                self._tell(ingress_id, failed=(request_id, error))
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _dispatch(self) -> None:
+        for group_id, requests in self.dispatcher.dispatch().items():
+            batch = [(self.ingress_of[r.request_id], r) for r in requests]
+            for ingress_id, request in batch:
+                self._tell(ingress_id, assigned=(request.request_id, group_id))
+            self._spawn(self._call_leader(group_id, "add_requests", batch))
+
+    async def _call_leader(self, group_id: str, method: str, argument: Any) -> None:
+        info = self.groups.get(group_id)
+        if info is None:
+            return
+        try:
+            await asyncio.wait_for(getattr(info.leader, method).remote(argument), CALL_TIMEOUT)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            logger.warning("group %s does not answer %s: %r", group_id, method, error)
+            await self.remove_group(group_id)
+
+    async def _expire_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            for request_id in self.dispatcher.expire(time.monotonic() - self.max_queue_seconds):
+                error = EngineDead(f"no worker group could take the request within {self.max_queue_seconds:g} s")
+                self._tell(self.ingress_of.pop(request_id), failed=(request_id, error))
+
+    def _tell(self, ingress_id: str, assigned: Any = None, failed: Any = None) -> None:
+        news = self.news.setdefault(ingress_id, [[], []])
+        if assigned:
+            news[0].append(assigned)
+        if failed:
+            news[1].append(failed)
+        self.wakers.setdefault(ingress_id, asyncio.Event()).set()
+
+    def _take_news(self, ingress_id: str) -> Assignments:
+        assigned, failed = self.news.pop(ingress_id, ((), ()))
+        waker = self.wakers.get(ingress_id)
+        if waker:
+            waker.clear()
+        named = {group_id for _, group_id in assigned} & self.groups.keys()
+        return Assignments(self.epoch, tuple(assigned), tuple(failed), tuple((g, self.groups[g].leader) for g in named))
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)  # the loop itself keeps only a weak reference
+        task.add_done_callback(self._tasks.discard)
+
+    async def _leave_with_application(self) -> None:
+        """End this actor when Serve no longer has the application: a detached actor would stay for ever."""
+        misses = 0
+        while misses < 2:
+            await asyncio.sleep(_APPLICATION_CHECK_SECONDS)
+            try:
+                applications = (await asyncio.to_thread(serve.status)).applications
+                misses = 0 if self.application in applications else misses + 1
+            except Exception:  # Serve is shut down, or its controller is restarting
+                misses += 0 if self.groups else 1
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+def connect(application: str) -> ActorHandle:
+    """The application's global scheduler, started by whoever asks first. The handle stays good across its restarts."""
+    actor = ray.remote(GlobalScheduler)
+    return actor.options(
+        name=f"{application}:global_scheduler",
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        max_restarts=-1,
+        max_concurrency=10_000,  # every ingress has a call open
+        num_cpus=0,
+    ).remote(application)

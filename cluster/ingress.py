@@ -1,0 +1,125 @@
+"""The ingress: the HTTP application that Serve hosts, in as many replicas as the load needs."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+
+from ..scheduler.errors import EngineDead, PagedRayError
+from ..scheduler.request import Request, SequenceOutput
+from ..workers.checkpoint.load import open_checkpoint
+from . import global_scheduler
+from .cluster_client import ClusterClient
+from .config import ApplicationConfig, ModelDeployment
+from .global_scheduler import CALL_TIMEOUT, ClusterStats
+from .metrics import RequestMetrics
+from .openai.router import ServedModel, build_app
+from .text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_REFRESH_SECONDS = 2.0
+
+
+class MeasuredEngine:
+    """An `EngineClient` that counts and times what passes through another."""
+
+    def __init__(self, engine: ClusterClient, metrics: RequestMetrics):
+        self.engine = engine
+        self.metrics = metrics
+
+    async def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
+        metrics, model = self.metrics, request.model
+        began = last = time.monotonic()
+        first = True
+        metrics.prompt_tokens.labels(model).inc(len(request.prompt_token_ids))
+        generated, inter_token = metrics.generation_tokens.labels(model), metrics.inter_token.labels(model)
+        outputs = self.engine.generate(request)
+        reason = "abort"
+        with metrics.in_flight.labels(model).track_inprogress():
+            try:
+                async for output in outputs:
+                    now = time.monotonic()
+                    if first:
+                        metrics.ttft.labels(model).observe(now - began)
+                        first = False
+                    else:
+                        inter_token.observe(now - last)
+                    last = now
+                    generated.inc(len(output.token_ids))
+                    if output.finish_reason:
+                        reason = output.finish_reason
+                        metrics.e2e.labels(model).observe(now - began)
+                    yield output
+            except PagedRayError as error:
+                reason = ""
+                metrics.failed.labels(model, error.code or error.type).inc()
+                raise
+            finally:
+                await outputs.aclose()
+                if reason:
+                    metrics.success.labels(model, reason).inc()
+
+
+@serve.deployment
+@serve.ingress()
+class Ingress:
+    async def __init__(self, config: ApplicationConfig, *groups: Any):
+        """`groups`: handles of the models' deployments; naming them here makes Serve deploy them."""
+        self.config = config
+        self.client = ClusterClient(global_scheduler.connect(serve.get_replica_context().app_name))
+        self.metrics = RequestMetrics()
+        self.cluster = ClusterStats({}, ())
+        self.models = {m.model_id: await asyncio.to_thread(self._load, m) for m in config.models}
+        self._refresher = asyncio.create_task(self._refresh_for_ever())
+
+    @staticmethod
+    def _load(model: ModelDeployment) -> ServedModel:
+        source = model.engine.model
+        return ServedModel(
+            id=model.model_id,
+            tokenizer=Tokenizer.load(source, model.engine.tokenizer),
+            # The group may hold less; it tells when it has come up.
+            max_model_len=model.engine.max_model_len or open_checkpoint(source).config.max_position_embeddings,
+            created=int(time.time()),
+        )
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return build_app(
+            models=lambda: self.models,
+            engine=MeasuredEngine(self.client, self.metrics),
+            health=self._health,
+            metrics=self._render_metrics,
+        )
+
+    async def _refresh_for_ever(self) -> None:
+        while True:
+            try:
+                await self.client.configure(self.config.scheduler)
+                self._take(await self.client.stats())
+            except Exception:
+                logger.exception("the state of the cluster could not be read")
+            await asyncio.sleep(_REFRESH_SECONDS)
+
+    def _take(self, cluster: ClusterStats) -> None:
+        self.cluster = cluster
+        for group in cluster.groups:
+            model = self.models.get(group.model)
+            if model is not None and model.max_model_len != group.max_model_len:
+                self.models[group.model] = replace(model, max_model_len=group.max_model_len)
+
+    async def _health(self) -> None:
+        """Raise where a model has no group that could answer now."""
+        self._take(await asyncio.wait_for(self.client.stats(), CALL_TIMEOUT))
+        missing = self.models.keys() - {g.model for g in self.cluster.groups}
+        if missing:
+            raise EngineDead(f"no worker group of {', '.join(sorted(missing))} is up")
+
+    async def _render_metrics(self) -> bytes:
+        self._take(await asyncio.wait_for(self.client.stats(), CALL_TIMEOUT))
+        return self.metrics.render(self.cluster)

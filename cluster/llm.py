@@ -1,0 +1,188 @@
+"""Offline inference in this process: `LLM(...).generate(...)`, with vLLM's names and shapes. Needs no Ray."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm import tqdm
+
+from ..scheduler.errors import InvalidRequest
+from ..scheduler.request import Request, SamplingParams, SequenceOutput
+from ..workers.config import EngineConfig
+from ..workers.engine import Engine
+from .text.detokenizer import Detokenizer
+from .text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    logprob: float
+    decoded_token: str
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice. `logprobs` has, per generated token, the likeliest tokens' and the chosen one's, by token id."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None  # "stop" or "length"
+    stop_reason: int | str | None = None  # the stop token or string; None for end of sequence
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return all(o.finish_reason for o in self.outputs)
+
+
+class LLM:
+    """A model in this process.
+
+    `model` is a Hugging Face folder or hub id, or a GGUF file. Other arguments are the engine's settings under vLLM's
+    names (`EngineConfig`). Raises `ConfigError` or `CheckpointError` where they cannot be had.
+    """
+
+    def __init__(self, model: str, tokenizer: str | None = None, use_tqdm: bool = True, **engine_kwargs: Any):
+        config = EngineConfig.from_kwargs("LLM", model=str(model), tokenizer=tokenizer, **engine_kwargs)
+        with tqdm(desc="Loading weights", unit="B", unit_scale=True, disable=not use_tqdm) as bar:
+            self.engine = Engine(config, progress=lambda done, total: _show(bar, done, total))
+        self.tokenizer = Tokenizer.load(config.model, config.tokenizer)
+        self._request_ids = itertools.count()
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts: strings, lists of token ids, or vLLM's {"prompt": ...} and {"prompt_token_ids": ...}.
+
+        Returns one output a prompt, in order. Raises `InvalidRequest` before anything runs if one of them cannot run.
+        """
+        encoded = [self._encode(p) for p in _as_list(prompts)]
+        return self._run(encoded, _one_each(sampling_params, len(encoded)), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, through the model's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        encoded = [
+            (
+                None,
+                self.tokenizer.apply_chat_template(
+                    list(conversation),
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    **(chat_template_kwargs or {}),
+                ),
+            )
+            for conversation in conversations
+        ]
+        return self._run(encoded, _one_each(sampling_params, len(encoded)), use_tqdm)
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
+        return (prompt, self.tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, list(prompt))
+
+    def _run(
+        self, encoded: Sequence[tuple[str | None, list[int]]], sampling: Sequence[SamplingParams], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        results: list[RequestOutput] = []
+        choices: dict[str, _Choice] = {}
+        try:
+            for (text, token_ids), params in zip(encoded, sampling, strict=True):
+                request_id = str(next(self._request_ids))
+                result = RequestOutput(request_id, text, token_ids, [CompletionOutput(i) for i in range(params.n)])
+                results.append(result)
+                if params.seed is None:
+                    params = params.clone(seed=hash((self.engine.config.seed, int(request_id))))
+                for output in result.outputs:
+                    request = Request(f"{request_id}-{output.index}", tuple(token_ids), params, index=output.index)
+                    self.engine.add_request(request)
+                    choices[request.request_id] = _Choice(result, output, self.tokenizer, params)
+            with tqdm(total=len(choices), desc="Generating", unit="seq", disable=not use_tqdm) as bar:
+                while choices:
+                    for output in self.engine.step():
+                        choice = choices.get(output.request_id)
+                        if choice is not None and choice.add(output):
+                            del choices[output.request_id]
+                            if not output.finish_reason:  # a stop string: the engine does not know
+                                self.engine.abort_request(output.request_id)
+                            bar.update()
+        finally:  # an interrupt, or a request that was refused: the others must not run on
+            for request_id in choices:
+                self.engine.abort_request(request_id)
+        return results
+
+
+class _Choice:
+    """A choice that grows."""
+
+    def __init__(self, result: RequestOutput, output: CompletionOutput, tokenizer: Tokenizer, sampling: SamplingParams):
+        self.result = result
+        self.output = output
+        self.tokenizer = tokenizer
+        self.detokenizer = Detokenizer(tokenizer, sampling, result.prompt_token_ids)
+        if sampling.logprobs is not None:
+            output.logprobs, output.cumulative_logprob = [], 0.0
+
+    def add(self, news: SequenceOutput) -> bool:
+        """Take in what the engine gained. True once the choice is finished."""
+        output = self.output
+        self.result.num_cached_tokens = max(self.result.num_cached_tokens, news.num_cached_tokens)
+        delta = self.detokenizer.add(news.token_ids, news.finish_reason)
+        token_ids = news.token_ids[: delta.num_tokens]
+        output.text += delta.text
+        output.token_ids += token_ids
+        if output.logprobs is not None and output.cumulative_logprob is not None:
+            for token_id, logprobs in zip(token_ids, news.logprobs, strict=False):
+                output.cumulative_logprob += logprobs.logprob
+                values = dict(logprobs.top) | {token_id: logprobs.logprob}
+                output.logprobs.append({t: Logprob(v, self.tokenizer.token_text(t)) for t, v in values.items()})
+        output.finish_reason = delta.finish_reason
+        output.stop_reason = delta.stop_reason if delta.stop_reason is not None else news.stop_token_id
+        return delta.finish_reason is not None
+
+
+def _show(bar: tqdm, done: int, total: int) -> None:
+    bar.total = total
+    bar.update(done - bar.n)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    single = isinstance(prompts, str | Mapping) or (bool(prompts) and isinstance(prompts[0], int))
+    return [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise InvalidRequest(f"{len(params)} sampling_params for {count} prompts: give one, or one a prompt")
+    return list(params)

@@ -1,0 +1,86 @@
+"""What `/metrics` shows, under vLLM's names with our prefix: requests as clients saw them, groups as they report."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from .global_scheduler import ClusterStats
+
+_TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 20, 40, 80, 160)
+_ITL_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.3, 0.6, 1.2, 2.5, 5)
+_E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480)
+
+
+class RequestMetrics:
+    """Counters and histograms of one ingress. A sequence counts as a request: n choices are n."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        labels, registry = ["model_name"], self.registry
+        self.success = Counter(
+            "pagedray:request_success", "Finished sequences.", [*labels, "finished_reason"], registry=registry
+        )
+        self.failed = Counter("pagedray:request_failed", "Failed sequences.", [*labels, "code"], registry=registry)
+        self.prompt_tokens = Counter("pagedray:prompt_tokens", "Prompt tokens.", labels, registry=registry)
+        self.generation_tokens = Counter("pagedray:generation_tokens", "Generated tokens.", labels, registry=registry)
+        self.in_flight = Gauge("pagedray:num_requests_in_flight", "Sequences being served.", labels, registry=registry)
+        self.ttft = Histogram(
+            "pagedray:time_to_first_token_seconds",
+            "From arrival at the ingress to the first token.",
+            labels,
+            buckets=_TTFT_BUCKETS,
+            registry=registry,
+        )
+        self.inter_token = Histogram(
+            "pagedray:inter_token_latency_seconds", "Between tokens.", labels, buckets=_ITL_BUCKETS, registry=registry
+        )
+        self.e2e = Histogram(
+            "pagedray:e2e_request_latency_seconds",
+            "From arrival at the ingress to the last token.",
+            labels,
+            buckets=_E2E_BUCKETS,
+            registry=registry,
+        )
+
+    def render(self, cluster: ClusterStats) -> bytes:
+        """Everything in Prometheus's text format."""
+        groups = CollectorRegistry()
+        groups.register(_GroupCollector(cluster))
+        return generate_latest(self.registry) + generate_latest(groups)
+
+
+class _GroupCollector:
+    """Turns the groups' last reports into metrics at the moment of a scrape."""
+
+    def __init__(self, cluster: ClusterStats):
+        self.cluster = cluster
+
+    def collect(self) -> Iterator[Metric]:
+        queued = GaugeMetricFamily(
+            "pagedray:num_requests_queued", "Requests in the global scheduler's queue.", labels=["model_name"]
+        )
+        for model, count in self.cluster.num_queued.items():
+            queued.add_metric([model], count)
+        yield queued
+        gauges = {
+            "num_requests_running": ("Sequences in the running set.", lambda s: s.num_running),
+            "num_requests_waiting": ("Sequences waiting in the group.", lambda s: s.num_waiting),
+            "kv_cache_usage_perc": (
+                "Share of KV blocks in use, 0 to 1.",
+                lambda s: s.num_used_blocks / s.num_blocks,
+            ),
+        }
+        counters = {
+            "num_preemptions": ("Sequences preempted.", lambda s: s.num_preemptions),
+            "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_cache_queries),
+            "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", lambda s: s.prefix_cache_hits),
+            "engine_steps": ("Steps run.", lambda s: s.num_steps),
+        }
+        for family, metrics in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, (text, value) in metrics.items():
+                metric = family(f"pagedray:{name}", text, labels=["model_name", "group"])
+                for group in self.cluster.groups:
+                    if group.stats is not None:
+                        metric.add_metric([group.model, group.group_id], value(group.stats))
+                yield metric

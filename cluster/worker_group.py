@@ -1,0 +1,219 @@
+"""A worker group: one model copy. `WorkerGroup` is its Serve replica, `Leader` the actor that runs the engine in it.
+
+Serve owns the group's life: it places the replica's placement group, checks its health, restarts and drains it. The
+leader lives in the same placement group, is a child of the replica, and dies with it.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray import serve
+from ray.actor import ActorHandle
+
+from ..scheduler.errors import EngineDead, PagedRayError
+from ..scheduler.request import Request, SequenceOutput
+from ..workers.config import EngineConfig
+from ..workers.engine import Engine
+from . import global_scheduler
+from .global_scheduler import CALL_TIMEOUT, GroupInfo, GroupReport
+from .token_stream import Outbox, TokenFrame
+
+logger = logging.getLogger(__name__)
+
+_REPORT_SECONDS = 0.5
+_STUCK_SECONDS = 60.0  # a step that takes longer than this is taken for a hang
+
+
+class Leader:
+    """Rank 0: the engine in a thread of its own, and this actor's event loop in front of it.
+
+    The thread alone touches the engine. Others put functions into `_inbox`, which it runs between steps; what it has
+    to say it hands to the event loop.
+    """
+
+    def __init__(self, group_id: str, model: str, config: EngineConfig, scheduler: ActorHandle):
+        self.group_id = group_id
+        self.model = model
+        self.config = config
+        self.scheduler = scheduler
+        self.outboxes: dict[str, Outbox] = {}
+        self.requests: dict[str, tuple[str, Request]] = {}  # request id -> ingress id, request; unfinished ones
+        self.finished: list[str] = []  # not reported yet
+        self.error: BaseException | None = None
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._step_began: float | None = None
+        self._reporter: asyncio.Task | None = None
+
+    async def load(self) -> None:
+        """Load and warm up the model, then join the cluster."""
+        self.loop = asyncio.get_running_loop()
+        self._wake_reporter = asyncio.Event()
+        began = time.monotonic()
+        self.engine = await asyncio.to_thread(Engine, self.config)
+        await asyncio.to_thread(self.engine.worker.warm_up)
+        logger.info("group %s loaded %s in %.1f s", self.group_id, self.model, time.monotonic() - began)
+        self.stats = self.engine.stats()
+        threading.Thread(target=self._run_engine, name="engine", daemon=True).start()
+        await self._register()
+        self._reporter = asyncio.create_task(self._report_for_ever())
+
+    # -- what the scheduler and ingresses call ------------------------------------------------------------------------
+
+    async def add_requests(self, batch: Sequence[tuple[str, Request]]) -> None:
+        for ingress_id, request in batch:
+            self.requests[request.request_id] = ingress_id, request
+            self._outbox(ingress_id).request_ids.add(request.request_id)
+        if self.error is not None:
+            self._fail_all()
+            return
+        self._inbox.put(lambda: self._add_to_engine([request for _, request in batch]))
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._ended(request_id)
+        self._inbox.put(lambda: self._abort_in_engine(request_ids))
+
+    async def next_frame(self, ingress_id: str) -> TokenFrame:
+        return await self._outbox(ingress_id).next_frame()
+
+    async def ping(self) -> None:
+        """Return where the engine lives and moves; raise where it does not."""
+        if self.error is not None:
+            raise EngineDead(f"the engine of group {self.group_id} stopped: {self.error!r}")
+        began = self._step_began
+        if began is not None and time.monotonic() - began > _STUCK_SECONDS:
+            raise EngineDead(f"the engine of group {self.group_id} has been in one step for {_STUCK_SECONDS:.0f} s")
+
+    # -- the engine's thread ------------------------------------------------------------------------------------------
+
+    def _run_engine(self) -> None:
+        try:
+            while True:
+                while not self._inbox.empty() or not self.engine.has_unfinished():
+                    self._inbox.get()()
+                self._step_began = time.monotonic()
+                outputs = self.engine.step()
+                self._step_began = None
+                stats = self.engine.stats()
+                self.loop.call_soon_threadsafe(self._deliver, outputs, stats)
+        except BaseException as error:  # whatever it is, nobody else would tell
+            logger.exception("the engine of group %s stopped", self.group_id)
+            self.error = error
+            self.loop.call_soon_threadsafe(self._fail_all)
+
+    def _add_to_engine(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            try:
+                self.engine.add_request(request)
+            except PagedRayError as error:
+                self.loop.call_soon_threadsafe(self._fail, request.request_id, error)
+
+    def _abort_in_engine(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self.engine.abort_request(request_id)
+        self.loop.call_soon_threadsafe(self._deliver, [], self.engine.stats())
+
+    # -- the event loop's side of it ----------------------------------------------------------------------------------
+
+    def _outbox(self, ingress_id: str) -> Outbox:
+        if ingress_id not in self.outboxes:
+            self.outboxes[ingress_id] = Outbox(last_call=self.loop.time())
+        return self.outboxes[ingress_id]
+
+    def _deliver(self, outputs: Sequence[SequenceOutput], stats: Any) -> None:
+        self.stats = stats
+        for output in outputs:
+            if output.request_id not in self.requests:
+                continue  # aborted while the step ran
+            ingress_id, _ = self.requests[output.request_id]
+            self._outbox(ingress_id).put(output)
+            if output.finish_reason:
+                self._ended(output.request_id)
+        if not self.requests:
+            self._wake_reporter.set()
+
+    def _fail(self, request_id: str, error: PagedRayError) -> None:
+        if request_id in self.requests:
+            self._outbox(self.requests[request_id][0]).fail(request_id, error)
+            self._ended(request_id)
+
+    def _fail_all(self) -> None:
+        for request_id in list(self.requests):
+            self._fail(request_id, EngineDead("the worker group that held this request failed; send it again"))
+
+    def _ended(self, request_id: str) -> None:
+        ingress_id, _ = self.requests.pop(request_id, (None, None))
+        if ingress_id is not None:
+            self._outbox(ingress_id).request_ids.discard(request_id)
+            self.finished.append(request_id)
+            self._wake_reporter.set()
+
+    async def _register(self) -> None:
+        info = GroupInfo(
+            group_id=self.group_id,
+            model=self.model,
+            window=2 * self.config.max_num_seqs,
+            max_model_len=self.engine.max_model_len,
+            leader=ray.get_runtime_context().current_actor,
+            requests=tuple(self.requests.values()),
+        )
+        await asyncio.wait_for(self.scheduler.register_group.remote(info), CALL_TIMEOUT)
+
+    async def _report_for_ever(self) -> None:
+        """Tell the scheduler what has finished, at once, and how full the group is, at least twice a second."""
+        while True:
+            try:
+                await asyncio.wait_for(self._wake_reporter.wait(), _REPORT_SECONDS)
+            except TimeoutError:
+                pass
+            self._wake_reporter.clear()
+            for ingress_id, outbox in list(self.outboxes.items()):
+                if outbox.abandoned(self.loop.time()):
+                    logger.warning("ingress %s is gone; aborting its %d sequences", ingress_id, len(outbox.request_ids))
+                    await self.abort(list(outbox.request_ids))
+                    del self.outboxes[ingress_id]
+            finished, self.finished = self.finished, []
+            report = GroupReport(self.group_id, tuple(finished), self.stats)
+            try:
+                if not await asyncio.wait_for(self.scheduler.report.remote(report), CALL_TIMEOUT):
+                    await self._register()
+            except (ray.exceptions.RayError, TimeoutError) as error:
+                self.finished = finished + self.finished
+                logger.warning("group %s cannot reach the global scheduler: %r", self.group_id, error)
+                await asyncio.sleep(_REPORT_SECONDS)
+
+
+@serve.deployment
+class WorkerGroup:
+    """The Serve replica of a worker group: builds it, watches it, takes it down."""
+
+    def __init__(self, model: str, config: EngineConfig, load_timeout: float):
+        context = serve.get_replica_context()
+        self.group_id = f"{context.replica_id.unique_id}-{uuid.uuid4().hex[:8]}"
+        self.scheduler = global_scheduler.connect(context.app_name)
+        self.leader = (
+            ray.remote(Leader)
+            .options(num_cpus=1, max_concurrency=10_000)
+            .remote(self.group_id, model, config, self.scheduler)
+        )
+        try:
+            ray.get(self.leader.load.remote(), timeout=load_timeout)
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, PagedRayError) else error
+            raise cause from None
+        except ray.exceptions.GetTimeoutError:
+            raise EngineDead(f"{model} was not loaded within {load_timeout:.0f} s") from None
+
+    async def check_health(self) -> None:
+        await asyncio.wait_for(self.leader.ping.remote(), CALL_TIMEOUT)
+
+    async def __del__(self) -> None:
+        await asyncio.wait_for(self.scheduler.remove_group.remote(self.group_id), CALL_TIMEOUT)
+        ray.kill(self.leader)

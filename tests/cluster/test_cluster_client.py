@@ -1,0 +1,261 @@
+"""The ingress's side of the wire against actors that live in this process, and can die."""
+
+import asyncio
+
+import pytest
+import ray
+
+from pagedray.cluster.cluster_client import ClusterClient
+from pagedray.cluster.global_scheduler import GlobalScheduler, GroupInfo, GroupReport
+from pagedray.cluster.token_stream import ABANDONED_SECONDS, Outbox, TokenFrame
+from pagedray.scheduler.errors import EngineDead, InvalidRequest, Overloaded
+from pagedray.scheduler.request import Request, SamplingParams, SequenceOutput
+
+
+class Handle:
+    """As an actor handle: `handle.method.remote(...)` is awaitable. `kill()` makes every call fail from now on."""
+
+    def __init__(self, actor):
+        self._actor = actor
+        self._dead = asyncio.Event()
+
+    def __getattr__(self, method):
+        return _Method(self, method)
+
+    def kill(self):
+        self._dead.set()
+
+
+class _Method:
+    def __init__(self, handle, name):
+        self.handle, self.name = handle, name
+
+    def remote(self, *args):
+        return self._call(args)
+
+    async def _call(self, args):
+        await asyncio.sleep(0)
+        died = ray.exceptions.ActorDiedError()
+        if self.handle._dead.is_set():
+            raise died
+        work = asyncio.ensure_future(getattr(self.handle._actor, self.name)(*args))
+        dead = asyncio.ensure_future(self.handle._dead.wait())
+        try:
+            await asyncio.wait((work, dead), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise died
+            return work.result()
+        finally:
+            work.cancel()
+            dead.cancel()
+
+
+class FakeLeader:
+    """Answers each request with its prompt backwards, a token a millisecond; `hold` keeps it from answering."""
+
+    def __init__(self, hold=False):
+        self.outboxes = {}
+        self.hold = hold
+        self.requests = []
+        self.aborted = []
+        self.tasks = []
+        self.finished = lambda request_id: None
+
+    async def add_requests(self, batch):
+        for ingress_id, request in batch:
+            self.requests.append(request.request_id)
+            if not self.hold:
+                self.tasks.append(asyncio.create_task(self.answer(self.outbox(ingress_id), request)))
+
+    async def answer(self, outbox, request):
+        if request.prompt_token_ids == (666,):
+            outbox.fail(request.request_id, InvalidRequest("no", "prompt"))
+            return
+        tokens = request.prompt_token_ids[::-1]
+        for i, token in enumerate(tokens):
+            await asyncio.sleep(0.001)
+            outbox.put(
+                SequenceOutput(request.request_id, (token,), finish_reason="length" if i + 1 == len(tokens) else None)
+            )
+        await self.finished(request.request_id)
+
+    def outbox(self, ingress_id):
+        return self.outboxes.setdefault(ingress_id, Outbox(last_call=0.0))
+
+    async def next_frame(self, ingress_id):
+        return await self.outbox(ingress_id).next_frame()
+
+    async def abort(self, request_ids):
+        self.aborted += request_ids
+
+
+class Cluster:
+    """A global scheduler and a client; groups come by `add_group`."""
+
+    def __init__(self):
+        self.scheduler = self.new_scheduler()
+        self.client = ClusterClient(Handle(self.scheduler))
+
+    @staticmethod
+    def new_scheduler():
+        scheduler = GlobalScheduler("test")
+        for task in scheduler._tasks:
+            task.cancel()  # they watch Serve, which is not here
+        return scheduler
+
+    def restart_scheduler(self):
+        """As Ray does it: calls under way fail, the handle then reaches a new instance that knows nothing."""
+        old = self.client.scheduler
+        self.scheduler = self.new_scheduler()
+        self.client.scheduler = Handle(self.scheduler)
+        old.kill()
+
+    async def add_group(self, leader, name="g1", window=8):
+        handle = Handle(leader)
+        leader.finished = lambda request_id: self.scheduler.report(GroupReport(name, (request_id,), None))
+        await self.scheduler.register_group(GroupInfo(name, "m", window, 100, handle))
+        return handle
+
+
+def request(name, tokens=(1, 2, 3)):
+    return Request(name, tuple(tokens), SamplingParams(seed=0), model="m")
+
+
+async def collect(client, req):
+    return [token async for output in client.generate(req) for token in output.token_ids]
+
+
+def run(test):
+    async def bounded():
+        await asyncio.wait_for(test(), 20)
+
+    asyncio.run(bounded())
+
+
+def test_many_sequences_get_their_own_tokens_in_order():
+    async def test():
+        cluster = Cluster()
+        leaders = [FakeLeader(), FakeLeader()]
+        for i, leader in enumerate(leaders):
+            await cluster.add_group(leader, f"g{i}")
+        wishes = [request(f"r{i}", range(i, i + 9)) for i in range(40)]
+        answers = await asyncio.gather(*(collect(cluster.client, w) for w in wishes))
+        assert answers == [list(w.prompt_token_ids[::-1]) for w in wishes]
+        assert all(leader.requests for leader in leaders)
+
+    run(test)
+
+
+def test_a_request_waits_for_a_group_to_come():
+    async def test():
+        cluster = Cluster()
+        answer = asyncio.create_task(collect(cluster.client, request("r")))
+        await asyncio.sleep(0.05)
+        assert not answer.done() and cluster.scheduler.dispatcher.num_queued() == {"m": 1}
+        await cluster.add_group(FakeLeader())
+        assert await answer == [3, 2, 1]
+
+    run(test)
+
+
+def test_leaving_early_cancels_wherever_the_request_is():
+    async def test():
+        cluster = Cluster()
+        queued = asyncio.create_task(collect(cluster.client, request("queued")))
+        await asyncio.sleep(0.02)
+        queued.cancel()
+        await asyncio.sleep(0.02)
+        assert cluster.scheduler.dispatcher.num_queued() == {}
+        leader = FakeLeader(hold=True)
+        await cluster.add_group(leader)
+        placed = asyncio.create_task(collect(cluster.client, request("placed")))
+        await asyncio.sleep(0.02)
+        assert leader.requests == ["placed"]
+        placed.cancel()
+        await asyncio.sleep(0.02)
+        assert leader.aborted == ["placed"]
+        cluster.scheduler.dispatcher.check_integrity()
+        assert cluster.scheduler.ingress_of == {}
+
+    run(test)
+
+
+def test_refusals_reach_the_caller_as_they_are():
+    async def test():
+        cluster = Cluster()
+        await cluster.add_group(FakeLeader())
+        with pytest.raises(InvalidRequest, match="no"):
+            await collect(cluster.client, request("bad", [666]))
+        cluster.scheduler.dispatcher.max_queued_requests = 0
+        with pytest.raises(Overloaded):
+            await collect(cluster.client, request("one too many"))
+
+    run(test)
+
+
+def test_a_dead_group_fails_its_sequences_and_no_others():
+    async def test():
+        cluster = Cluster()
+        doomed = await cluster.add_group(FakeLeader(hold=True), "doomed", window=1)
+        lost = asyncio.create_task(collect(cluster.client, request("lost")))
+        await asyncio.sleep(0.02)
+        await cluster.add_group(FakeLeader(), "alive")
+        kept = asyncio.create_task(collect(cluster.client, request("kept", range(30))))
+        await asyncio.sleep(0.01)
+        doomed.kill()
+        with pytest.raises(EngineDead):
+            await lost
+        assert await kept == list(range(30))[::-1]
+        assert await collect(cluster.client, request("after")) == [3, 2, 1]
+        assert list(cluster.scheduler.groups) == ["alive"]
+
+    run(test)
+
+
+def test_queued_requests_survive_the_scheduler():
+    async def test():
+        cluster = Cluster()
+        answer = asyncio.create_task(collect(cluster.client, request("r")))
+        await asyncio.sleep(0.02)
+        cluster.restart_scheduler()
+        await cluster.add_group(FakeLeader())
+        assert await answer == [3, 2, 1]
+
+    run(test)
+
+
+def test_running_streams_do_not_notice_the_scheduler_restart():
+    async def test():
+        cluster = Cluster()
+        await cluster.add_group(FakeLeader())
+        answer = asyncio.create_task(collect(cluster.client, request("r", range(60))))
+        await asyncio.sleep(0.02)
+        cluster.restart_scheduler()
+        assert await answer == list(range(60))[::-1]
+
+    run(test)
+
+
+def test_a_queue_without_a_group_is_given_up_after_a_while():
+    async def test():
+        cluster = Cluster()
+        cluster.scheduler.max_queue_seconds = 0.0
+        watch = asyncio.create_task(cluster.scheduler._expire_for_ever())
+        with pytest.raises(EngineDead, match="no worker group"):
+            await collect(cluster.client, request("r"))
+        watch.cancel()
+
+    run(test)
+
+
+def test_an_outbox_knows_an_ingress_that_stopped_asking():
+    async def test():
+        outbox = Outbox(last_call=100.0)
+        outbox.request_ids.add("r")
+        assert not outbox.abandoned(100.0 + ABANDONED_SECONDS)
+        assert outbox.abandoned(101.0 + ABANDONED_SECONDS)
+        outbox.put(SequenceOutput("r", (1,), finish_reason="length"))
+        assert not outbox.abandoned(101.0 + ABANDONED_SECONDS)
+        assert await outbox.next_frame() == TokenFrame((SequenceOutput("r", (1,), finish_reason="length"),))
+
+    run(test)
