@@ -1,0 +1,361 @@
+"""`pagedray`: serve, generate, chat, bench. Only the flags live here; what they do is in the modules they call."""
+
+import argparse
+import logging
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .. import __version__
+from ..scheduler.errors import ConfigError, InvalidRequest, PagedRayError
+from ..scheduler.names import nearest
+
+_ENGINE_FLAGS: dict[str, tuple[type, str]] = {
+    "--dtype": (str, "auto, bfloat16 or float32"),
+    "--max-model-len": (int, "prompt and output, in tokens"),
+    "--max-num-seqs": (int, "sequences in a step"),
+    "--max-num-batched-tokens": (int, "tokens in a step: the prefill chunk"),
+    "--block-size": (int, "tokens in a KV block"),
+    "--kv-cache-memory": (str, "of a worker group: bytes, or such as 1GiB (also --kv-cache-memory-bytes)"),
+    "--num-gpu-blocks-override": (int, "KV blocks, instead of --kv-cache-memory"),
+    "--tensor-parallel-size": (int, "ranks that split each layer"),
+    "--pipeline-parallel-size": (int, "ranks that split the layers"),
+    "--seed": (int, "of requests that bring none, offline"),
+    "--cpu-threads": (int, "of a rank"),
+    "--tokenizer": (str, "where it is not the model's own"),
+}
+_SHORT = {"--tensor-parallel-size": ["-tp"], "--pipeline-parallel-size": ["-pp"]}
+_OTHER_NAMES = {"--kv-cache-memory": ["--kv-cache-memory-bytes"]}
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit: 0; 1 where it failed; 2 where it was not understood."""
+    args = _parse(list(sys.argv[1:] if argv is None else argv))
+    _show_log()
+    try:
+        sys.exit(args.run(args))
+    except (ConfigError, InvalidRequest) as error:
+        _fail(_as_flag(str(error)), 2)
+    except PagedRayError as error:
+        _fail(str(error), 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # `pagedray … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    print(f"pagedray: error: {message}", file=sys.stderr)
+    sys.exit(status)
+
+
+def _as_flag(message: str) -> str:
+    """What `EngineConfig` says of a setting, said of the flag that set it."""
+
+    def flag(match: re.Match[str]) -> str:
+        name = "--" + match[1].replace("_", "-")
+        return {"--num-kv-blocks": "--num-gpu-blocks-override"}.get(name, name)
+
+    return re.sub(r"^(?:LLM|flags)\.(\w+)", flag, message)
+
+
+def _show_log() -> None:
+    """Show what PagedRay logs in this process, each line once."""
+    seen: set[str] = set()
+
+    def once(record: logging.LogRecord) -> bool:
+        line = record.getMessage()
+        return not (line in seen or seen.add(line))  # type: ignore[func-returns-value]
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("pagedray: %(message)s"))
+    handler.addFilter(once)
+    logger = logging.getLogger("pagedray")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+class _Parser(argparse.ArgumentParser):
+    def __init__(self, **kwargs: Any):
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        _fail(message, 2)
+
+    def flags(self) -> list[str]:
+        return [o for a in self._actions for o in a.option_strings]
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = _parser()
+    # as vLLM does: --max_model_len is --max-model-len
+    argv = [re.sub(r"^--[\w-]+", lambda m: m[0].replace("_", "-"), a) for a in argv]
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flag = unknown[0].split("=")[0]
+        if not flag.startswith("-"):
+            _fail(f"unexpected argument {flag!r}", 2)
+        flags = [f for f in args.parser.flags() if f.startswith("--")]
+        _fail(f"{flag} is not a flag of {args.parser.prog}{nearest(flag, flags)}", 2)
+    return args
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="pagedray", description="Serve large language models on a Ray cluster.")
+    parser.add_argument("--version", action="version", version=f"pagedray {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(within: Any, name: str, run: Any, about: str) -> _Parser:
+        sub = within.add_parser(name, help=about, description=about, formatter_class=_Defaults)
+        sub.set_defaults(run=run, parser=sub)
+        return sub
+
+    serve = command(commands, "serve", _serve, "serve a model, or a config, over the OpenAI API until Ctrl-C")
+    serve.add_argument("model", nargs="?", metavar="MODEL|CONFIG.yaml", help=f"{_MODEL}; without it: the demo model")
+    serve.add_argument("--host", default=None, help="address to listen on (default: 127.0.0.1)")
+    serve.add_argument("--port", type=int, default=None, help="port to listen on; 0: a free one (default: 8000)")
+    serve.add_argument("--served-model-name", metavar="NAME", help="the model's id in the API")
+    serve.add_argument("--num-replicas", type=int, metavar="N", help="worker groups")
+    serve.add_argument("--max-queued-requests", type=int, metavar="N", help="waiting requests, over which: 429")
+    serve.add_argument(
+        "--ray-address", metavar="ADDRESS", help="a Ray cluster that runs (default: RAY_ADDRESS, or none)"
+    )
+    serve.add_argument("--start-timeout", type=float, default=600.0, metavar="S", help="seconds until it must answer")
+    _add_engine_flags(serve)
+
+    generate = command(commands, "generate", _generate, "complete prompts in this process, without Ray")
+    generate.add_argument("model", metavar="MODEL", nargs="?", help=f"{_MODEL}; without it: the demo model")
+    generate.add_argument("--prompt", action="append", required=True, help="text to complete; may be given again")
+    generate.add_argument("--chat", action="store_true", help="take the prompt as a user's message")
+    for flag, (kind, about) in _SAMPLING_FLAGS.items():
+        generate.add_argument(flag, type=kind, default=argparse.SUPPRESS, metavar=kind.__name__.upper(), help=about)
+    generate.add_argument("--stop", action="append", default=argparse.SUPPRESS, help="text to stop at; may be repeated")
+    generate.add_argument("--ignore-eos", action="store_true", default=argparse.SUPPRESS, help="go on to --max-tokens")
+    _add_engine_flags(generate)
+
+    chat = command(commands, "chat", _chat, "chat with a model of a running server; Ctrl-D leaves")
+    _add_endpoint_flags(chat, "--url")
+    chat.add_argument("--system", help="the system prompt")
+    chat.add_argument("--temperature", type=float, help="randomness (default: the server's)")
+    chat.add_argument("--max-tokens", type=int, metavar="N", help="of an answer")
+
+    bench = commands.add_parser("bench", help="measure a server, or the engine in this process")
+    bench.set_defaults(parser=bench)
+    kinds = bench.add_subparsers(required=True, metavar="serve|offline")
+    online = command(kinds, "serve", _bench_serve, "measure any server with the OpenAI API")
+    _add_endpoint_flags(online, "--base-url")
+    _add_load_flags(online)
+    online.add_argument("--endpoint", choices=["completions", "chat"], default="completions", help=" ")
+    online.add_argument("--prompt-format", choices=["text", "ids"], default="text", help="random words, or token ids")
+    online.add_argument("--vocab-size", type=int, default=8192, help="token ids are drawn below it")
+    online.add_argument("--request-rate", type=float, metavar="R", help="requests a second, Poisson (default: at once)")
+    online.add_argument("--max-concurrency", type=int, metavar="N", help="requests in flight at most")
+    online.add_argument("--warmup", type=int, default=1, metavar="N", help="requests before the measured ones")
+    online.add_argument("--no-ignore-eos", action="store_true", help="for servers that refuse `ignore_eos`")
+    online.add_argument("--timeout", type=float, default=600.0, help="seconds for a request")
+    offline = command(kinds, "offline", _bench_offline, "measure the engine in this process, without Ray")
+    offline.add_argument("model", metavar="MODEL", nargs="?", help=f"{_MODEL}; without it: the demo model")
+    _add_load_flags(offline)
+    _add_engine_flags(offline, leave_out="--seed")
+    return parser
+
+
+_MODEL = "a folder, a .gguf file or a hub id"
+_SAMPLING_FLAGS: dict[str, tuple[type, str]] = {
+    "--max-tokens": (int, "tokens to generate"),
+    "--min-tokens": (int, "tokens before it may end"),
+    "--n": (int, "choices"),
+    "--temperature": (float, "0: greedy"),
+    "--top-p": (float, "nucleus"),
+    "--top-k": (int, "likeliest tokens; 0: all"),
+    "--min-p": (float, "least share of the likeliest token's probability"),
+    "--repetition-penalty": (float, "over 1: fewer repeats"),
+    "--presence-penalty": (float, "-2 to 2"),
+    "--frequency-penalty": (float, "-2 to 2"),
+}
+
+
+class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows a default where there is one that says something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        shows = action.default not in (None, False, argparse.SUPPRESS)
+        return super()._get_help_string(action) if shows else action.help
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser, leave_out: str = "") -> None:
+    group = parser.add_argument_group("engine", "vLLM's names; what is left out is decided from the model and machine")
+    for flag, (kind, about) in _ENGINE_FLAGS.items():
+        if flag != leave_out:
+            names = [flag, *_OTHER_NAMES.get(flag, []), *_SHORT.get(flag, [])]
+            group.add_argument(*names, type=kind, default=None, metavar=kind.__name__.upper(), help=about)
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="share the KV of equal beginnings; on unless turned off",
+    )
+
+
+def _add_endpoint_flags(parser: argparse.ArgumentParser, flag: str) -> None:
+    parser.add_argument(flag, dest="url", default="http://127.0.0.1:8000", metavar="URL", help="the server")
+    parser.add_argument("--model", metavar="ID", help="as the server calls it (default: the first it has)")
+    parser.add_argument("--api-key", metavar="KEY", help="default: OPENAI_API_KEY of the environment")
+
+
+def _add_load_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--num-prompts", type=int, default=32, metavar="N", help=" ")
+    parser.add_argument("--input-len", default="128", metavar="N|LOW:HIGH", help="words (or ids) of a prompt")
+    parser.add_argument("--output-len", default="128", metavar="N|LOW:HIGH", help="tokens to generate")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+
+
+def _engine_kwargs(args: argparse.Namespace, leave_out: str = "") -> dict[str, Any]:
+    names = [*(f.removeprefix("--").replace("-", "_") for f in _ENGINE_FLAGS), "enable_prefix_caching"]
+    return {n: v for n in names if n != leave_out and (v := getattr(args, n)) is not None}
+
+
+def _model(model: str | None) -> tuple[str, str | None]:
+    """What to load, and the id it goes by if not its own. The demo model is fetched if it is not here."""
+    from . import demo_model
+
+    if model is None or model == demo_model.DEMO_MODEL_ID:
+        return str(demo_model.fetch(progress=_say)), demo_model.DEMO_MODEL_ID
+    return model, None
+
+
+def _api_key(args: argparse.Namespace) -> str | None:
+    return args.api_key or os.environ.get("OPENAI_API_KEY") or None
+
+
+def _say(line: str) -> None:
+    print(f"pagedray: {line}", file=sys.stderr, flush=True)
+
+
+# One function a command: from flags to the call, and the exit status.
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from ..workers.config import EngineConfig
+    from . import local_server
+    from .config import ApplicationConfig, read_config_file
+
+    http: dict[str, Any] = {}
+    kwargs = _engine_kwargs(args)
+    if args.model and args.model.endswith((".yaml", ".yml")):
+        given = [
+            *kwargs,
+            *(n for n in ("served_model_name", "num_replicas", "max_queued_requests") if getattr(args, n)),
+        ]
+        if given:
+            raise ConfigError(f"--{given[0].replace('_', '-')} does not go with a config: say it in {args.model}")
+        arguments, http = read_config_file(args.model)
+        _fetch_if_named(arguments)
+        try:
+            ApplicationConfig.parse(arguments)
+        except ConfigError as error:
+            raise ConfigError(f"{args.model}: {error}") from None
+    else:
+        model, name = _model(args.model)
+        EngineConfig.from_kwargs("flags", model=model, **kwargs)  # so that errors name the flag
+        arguments = ApplicationConfig.for_model(model, args.served_model_name or name, kwargs)
+        if args.num_replicas is not None:
+            arguments["llm_configs"][0]["deployment_config"] = {"num_replicas": args.num_replicas}
+        if args.max_queued_requests is not None:
+            arguments["scheduler"] = {"max_queued_requests": args.max_queued_requests}
+    options = local_server.ServerOptions(
+        host=args.host or http.get("host") or "127.0.0.1",
+        port=args.port if args.port is not None else http.get("port", 8000),
+        ray_address=args.ray_address,
+        start_timeout=args.start_timeout,
+    )
+    local_server.serve(arguments, options)
+    return 0
+
+
+def _fetch_if_named(arguments: dict[str, Any]) -> None:
+    """Get the demo model if a config asks for it by its id."""
+    from . import demo_model
+
+    for model in arguments.get("llm_configs") or []:
+        loading = model.get("model_loading_config") if isinstance(model, dict) else None
+        if isinstance(loading, dict) and loading.get("model_id") == demo_model.DEMO_MODEL_ID:
+            if loading.get("model_source") is None:
+                demo_model.fetch(progress=_say)
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from ..scheduler.request import SamplingParams
+
+    names = [f.removeprefix("--").replace("-", "_") for f in _SAMPLING_FLAGS] + ["stop", "ignore_eos"]
+    wish = {n: getattr(args, n) for n in names if hasattr(args, n)}
+    sampling = SamplingParams(**wish)
+
+    from .llm import LLM
+
+    show = sys.stderr.isatty()
+    llm = LLM(_model(args.model)[0], use_tqdm=show, **_engine_kwargs(args))
+    if args.chat:
+        chats = [[{"role": "user", "content": p}] for p in args.prompt]
+        outputs = llm.chat(chats, sampling, use_tqdm=show)
+    else:
+        outputs = llm.generate(args.prompt, sampling, use_tqdm=show)
+    for output in outputs:
+        for choice in output.outputs:
+            print(choice.text, flush=True)
+    return 0
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from .chat_client import ChatClient, converse
+
+    wish = {"temperature": args.temperature, "max_tokens": args.max_tokens}
+    with ChatClient(args.url, args.model, _api_key(args), {k: v for k, v in wish.items() if v is not None}) as client:
+        return converse(client, args.system)
+
+
+def _bench_serve(args: argparse.Namespace) -> int:
+    from . import bench
+
+    load = bench.Load(
+        url=args.url,
+        model=args.model,
+        api_key=_api_key(args),
+        endpoint=args.endpoint,
+        prompts=bench.Prompts(
+            args.num_prompts,
+            bench.parse_range("--input-len", args.input_len),
+            bench.parse_range("--output-len", args.output_len),
+            args.seed,
+            args.vocab_size if args.prompt_format == "ids" else None,
+        ),
+        request_rate=args.request_rate,
+        max_concurrency=args.max_concurrency,
+        warmup=args.warmup,
+        ignore_eos=not args.no_ignore_eos,
+        timeout=args.timeout,
+    )
+    return bench.report(bench.run_serve(load), args.json)
+
+
+def _bench_offline(args: argparse.Namespace) -> int:
+    from . import bench
+
+    prompts = bench.Prompts(
+        args.num_prompts,
+        bench.parse_range("--input-len", args.input_len),
+        bench.parse_range("--output-len", args.output_len),
+        args.seed,
+        None,
+    )
+    return bench.report(bench.run_offline(_model(args.model)[0], prompts, _engine_kwargs(args, "seed")), args.json)
+
+
+if __name__ == "__main__":
+    main()

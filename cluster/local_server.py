@@ -1,0 +1,389 @@
+"""What `pagedray serve` does: brings up Ray, Serve and the application, waits, and takes all of it down again.
+
+Without an address the Ray cluster is one of our own on this machine: its own temporary folder and ports, so that two
+servers do not meet, and no process of it outlives us. With an address, only the application is ours.
+"""
+
+import ctypes
+import io
+import logging
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..scheduler.errors import ConfigError, PagedRayError
+from .config import ApplicationConfig
+
+APPLICATION = "pagedray"
+_LEAVE_SECONDS = 5.0  # for Ray's processes to end by themselves, before they are killed
+_POLL_SECONDS = 0.25
+_CHECK_SECONDS = 1.0
+
+
+class ServerFailed(PagedRayError):
+    """The server did not come up, or did not stay up."""
+
+    code = "server_failed"
+
+
+class _Stopped(Exception):
+    """A signal came: what was being done is not done any further."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: one that is free
+    ray_address: str | None = None  # None: RAY_ADDRESS, else a cluster of our own
+    start_timeout: float = 600.0  # seconds until the application answers
+
+
+def serve(args: dict[str, Any], options: ServerOptions, build: Callable[[dict], Any] | None = None) -> None:
+    """Serve the application that `args` describe until SIGINT or SIGTERM; must be called in the main thread.
+
+    Raises `ConfigError` for bad arguments or a port in use, before anything starts, and `ServerFailed` with the failing
+    deployment's own message. `build` takes the place of `cluster.app.build`.
+    """
+    config = ApplicationConfig.parse(args)
+    address = options.ray_address or os.environ.get("RAY_ADDRESS") or None
+    local = address in (None, "local")
+    if local:
+        options = replace(options, port=free_port(options.host, options.port))
+    server = _Server(args, config, options, None if local else address, build)
+    # Ray runs in a thread, so that signals, which reach the main thread, never break into the middle of it
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    thread = threading.Thread(target=server.run, name="server")
+    thread.start()
+    while thread.is_alive():
+        for s in before:
+            signal.signal(s, server.on_signal)  # again and again: ray.init puts a handler of its own, which aborts
+        thread.join(_POLL_SECONDS)
+    for s, handler in before.items():
+        signal.signal(s, handler)
+    if server.error is not None:
+        raise server.error
+
+
+class _Server:
+    def __init__(self, args: dict, config: ApplicationConfig, options: ServerOptions, address: str | None, build: Any):
+        self.args, self.config, self.options, self.address, self.build = args, config, options, address, build
+        self.names = ", ".join(m.model_id for m in config.models)
+        self.stop = threading.Event()
+        self.error: BaseException | None = None
+        self.folder: str | None = None  # Ray's temporary one, where the cluster is ours
+
+    def on_signal(self, signum: int, frame: Any) -> None:
+        """The first signal stops the server in good order, the second at once."""
+        signal.alarm(0)  # where Ray's handler came first, it has set one to abort by
+        if self.stop.is_set():
+            kill_all(descendants())
+            self._remove_folder()
+            os._exit(130)
+        self.stop.set()
+
+    def run(self) -> None:
+        self.folder = folder = None if self.address else _short_temp_dir()
+        try:
+            self._serve(folder)
+        except _Stopped:
+            _say("stopping (once more to kill)")
+        except BaseException as error:
+            self.error = error
+            if folder:
+                _say(f"Ray's logs are in {folder}/session_latest/logs")
+        self.stop.set()
+        _shut_down(local=folder is not None)
+        if folder:
+            leave_no_process()
+            if self.error is None:
+                self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _serve(self, folder: str | None) -> NoReturn:
+        self._next("starting Ray" if folder else f"connecting to Ray at {self.address}")
+        _start_ray(self.address, folder, _num_cpus(self.config))
+        daemons = children() if folder else []
+        self._next("starting Serve")
+        _start_serve(self.options.host, self.options.port, fresh=folder is not None)
+        self._next(f"loading {self.names}")
+        self._deploy()
+        show_news = _follow(Path(folder)) if folder else lambda: None
+        host = "127.0.0.1" if self.options.host in ("0.0.0.0", "::") else self.options.host
+        url = f"http://{host}:{self.options.port}"
+        _wait_until_ready(self.options.start_timeout, self.stop, show_news, url if folder else None)
+        self._next("ready")
+        print(f"\n{self.names} at {url}/v1\n\n{curl_line(url, self.config.models[0].model_id)}\n", flush=True)
+        while not self.stop.wait(_CHECK_SECONDS):
+            show_news()
+            if lost := [pid for pid in daemons if not alive(pid)]:
+                raise ServerFailed(f"process {lost[0]} of the Ray cluster ended by itself; nothing is served any more")
+        raise _Stopped
+
+    def _next(self, line: str) -> None:
+        if self.stop.is_set():
+            raise _Stopped
+        _say(line)
+
+    def _deploy(self) -> None:
+        from ray import serve
+
+        build = self.build
+        if build is None:
+            from .app import build
+        serve.run_many(
+            [serve.RunTarget(build(self.args), name=APPLICATION, route_prefix="/")],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+
+
+def curl_line(url: str, model: str) -> str:
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n  -d '{body}'"
+
+
+def _say(line: str) -> None:
+    print(f"pagedray: {line}", file=sys.stderr, flush=True)
+
+
+# Before anything starts.
+
+
+def free_port(host: str, port: int) -> int:
+    """`port`, or a free one for 0; `ConfigError` if nothing can listen there."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"cannot listen on {host}:{port}: a port is a number up to 65535")
+    try:
+        family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+            probe.listen(1)  # SO_REUSEADDR lets two bind, only one listen
+            return probe.getsockname()[1]
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --port"
+        ) from None
+
+
+def _short_temp_dir() -> str:
+    # Ray's sockets lie some 70 characters below this, and the path of a socket may have 107
+    base = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="pagedray-", dir=base if len(base) <= 24 else "/tmp")
+
+
+def _num_cpus(config: ApplicationConfig) -> int:
+    """CPUs that our own cluster says it has: Ray only counts them, and a small machine must hold every replica."""
+
+    def most(options: dict[str, Any], cpus: float) -> float:
+        replicas = options.get("num_replicas", 1)
+        replicas = 1 if replicas in (None, "auto") else replicas
+        return max(replicas, options.get("autoscaling_config", {}).get("max_replicas", 1)) * cpus
+
+    needed = most(config.ingress, config.ingress.get("ray_actor_options", {}).get("num_cpus", 0))
+    for model in config.models:
+        needed += most(model.deployment, model.deployment.get("placement_group_bundles", [{"CPU": 1}])[0]["CPU"])
+    return max(os.cpu_count() or 1, math.ceil(needed) + 1)
+
+
+# Up.
+
+
+def _start_ray(address: str | None, folder: str | None, num_cpus: int) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns of its own future
+    quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+    if folder:
+        # without this Ray asks for tokens where ~/.ray/auth_token lies, and its agents would need them
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        os.environ.pop("RAY_ADDRESS", None)
+        adopt_orphans()
+    import ray
+
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    try:
+        if folder:
+            ray.init("local", include_dashboard=False, num_cpus=num_cpus, _temp_dir=folder, **quiet)
+        else:
+            ray.init(address, **quiet)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        raise ServerFailed(f"Ray did not start: {_one_line(error)}") from error
+
+
+def _start_serve(host: str, port: int, fresh: bool) -> None:
+    from ray import serve
+
+    if not fresh and serve.status().proxies:
+        raise ServerFailed("Serve runs on this cluster already; deploy with `serve deploy CONFIG.yaml` there")
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    serve.start(http_options={"host": host, "port": port})
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # serve.start has set it back
+
+
+def _wait_until_ready(timeout: float, stop: threading.Event, show_news: Callable[[], None], url: str | None) -> None:
+    """Until Serve says that the application runs and, if there is a `url`, it answers there; or until `stop`."""
+    import httpx
+    from ray import serve
+
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if stop.wait(_POLL_SECONDS):
+            return
+        show_news()
+        application = serve.status().applications.get(APPLICATION)
+        if application is None:
+            continue
+        messages = {name: d.message for name, d in application.deployments.items() if d.message}
+        for name, message in messages.items():
+            # ours are final: trying again, as Serve does, would give the same
+            if ours := re.search(r"pagedray\.scheduler\.errors\.(?!EngineDead)\w+: (.+)", message):
+                raise ServerFailed(f"{name}: {ours[1].strip()}")
+        if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            raise ServerFailed(_why(messages) or application.message)
+        if application.status == "RUNNING":
+            if url is None:
+                return
+            try:
+                if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass  # the proxy does not know the route yet
+    raise ServerFailed(
+        f"not ready after {timeout:.0f} s (--start-timeout). {_why(messages) or 'Nothing has failed yet.'}"
+    )
+
+
+def _why(messages: dict[str, str]) -> str:
+    """The last line of each deployment's traceback, or its whole message."""
+    lines = []
+    for name, message in messages.items():
+        errors = re.findall(r"^[ \t]*((?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Exit)\b.*)$", message, re.MULTILINE)
+        lines.append(f"{name}: {(errors or [_one_line(message)])[-1].strip()}")
+    return "; ".join(lines)
+
+
+def _one_line(text: object) -> str:
+    return " ".join(str(text).split())[:500]
+
+
+def _follow(folder: Path) -> Callable[[], None]:
+    """A function that shows the new lines on the stderr of worker processes that begin with "pagedray: "."""
+    read: dict[Path, int] = {}
+    marker = b"pagedray: "
+
+    def show_news() -> None:
+        for path in folder.glob("session_*/logs/worker-*.err"):
+            if path.parent.parent.is_symlink() or path.stat().st_size == read.get(path, 0):
+                continue
+            with path.open("rb") as file:
+                file.seek(read.get(path, 0))
+                news = file.read()
+            whole = news[: news.rfind(b"\n") + 1]
+            read[path] = read.get(path, 0) + len(whole)
+            for line in whole.splitlines():
+                if line.startswith(marker):
+                    _say(line[len(marker) :].decode(errors="replace"))
+
+    return show_news
+
+
+# Down.
+
+
+def _shut_down(local: bool) -> None:
+    """Leave Ray. Our own cluster goes as a whole: Serve would first wait for streams and constructors to end."""
+    if "ray" not in sys.modules:
+        return
+    import ray
+    from ray import serve
+
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    with redirect_stdout(io.StringIO()):  # where Ray reports the deaths of actors, which are wanted
+        if ray.is_initialized() and not local:
+            try:
+                serve.shutdown()
+            except Exception as error:  # whatever Ray says here, we are leaving
+                _say(f"Serve did not stop cleanly: {_one_line(error)}")
+        ray.shutdown()
+
+
+# Processes. Ray's daemons start workers and agents that outlive them for a while; as their "subreaper" we inherit
+# them, so that what is left can be seen and waited for. Linux only: elsewhere Ray's own shutdown must do.
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent ends (prctl PR_SET_CHILD_SUBREAPER)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0)
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """A process's state and parent; None if there is no such process."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except (OSError, ValueError):
+        return None
+    return state, int(parent)
+
+
+def alive(pid: int) -> bool:
+    stat = _stat(pid)
+    return stat is not None and stat[0] not in "ZX"
+
+
+def children(pid: int | None = None) -> list[int]:
+    """The living processes that `pid`, by default this one, is the parent of."""
+    pid = pid or os.getpid()
+    pids = [int(p.name) for p in Path("/proc").glob("[0-9]*")]
+    return [p for p in pids if (s := _stat(p)) and s[1] == pid and s[0] not in "ZX"]
+
+
+def descendants() -> list[int]:
+    found: list[int] = []
+    level = children()
+    while level:
+        found += level
+        level = [c for p in level for c in children(p)]
+    return found
+
+
+def kill_all(pids: list[int]) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def leave_no_process(grace: float = _LEAVE_SECONDS) -> None:
+    """Wait until every descendant has ended; kill those that have not after `grace` seconds."""
+    deadline = time.monotonic() + grace
+    while left := descendants():
+        if time.monotonic() > deadline:
+            kill_all(left)
+        time.sleep(0.05)
+        _reap()
+    _reap()
+
+
+def _reap() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
