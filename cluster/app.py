@@ -20,8 +20,10 @@ def build(args: dict[str, Any]) -> Application:
     Raises `ConfigError` for arguments that are wrong, before anything starts.
     """
     config = ApplicationConfig.parse(args)
+    group_class: Any = WorkerGroup  # Serve's decorators turn classes into deployments, which type checkers miss
+    ingress_class: Any = Ingress
     groups = [
-        WorkerGroup.options(
+        group_class.options(
             **{
                 "name": f"WorkerGroup:{model.model_id}",
                 "ray_actor_options": {"num_cpus": 0},
@@ -35,7 +37,7 @@ def build(args: dict[str, Any]) -> Application:
         ).bind(model.model_id, model.engine, _LOAD_TIMEOUT)
         for model in config.models
     ]
-    return Ingress.options(
+    return ingress_class.options(
         **{
             "ray_actor_options": {"num_cpus": 0},
             "max_ongoing_requests": 4096,  # streams that are open; the queue's bound is the scheduler's

@@ -155,7 +155,7 @@ class ClusterClient:
                 stream.group_id = group_id
         for request_id, error in assignments.failed:
             self._put(request_id, error)
-        for group_id in {s.group_id for s in self._streams.values()} & self._leaders.keys():
+        for group_id in self._leaders.keys() & {s.group_id for s in self._streams.values()}:
             self._readers[group_id] = self._running(
                 self._readers.get(group_id), self._read, group_id, self._leaders[group_id]
             )

@@ -243,7 +243,7 @@ class GlobalScheduler:
 
 def connect(application: str) -> ActorHandle:
     """The application's global scheduler, started by whoever asks first. The handle stays good across its restarts."""
-    actor = ray.remote(GlobalScheduler)
+    actor: Any = ray.remote(GlobalScheduler)
     return actor.options(
         name=f"{application}:global_scheduler",
         namespace=NAMESPACE,

@@ -69,7 +69,7 @@ class MeasuredEngine:
 @serve.deployment
 @serve.ingress()
 class Ingress:
-    async def __init__(self, config: ApplicationConfig, *groups: Any):
+    async def __init__(self, config: ApplicationConfig, *groups: Any) -> None:  # type: ignore[misc]  # as Serve wants it
         """`groups`: handles of the models' deployments; naming them here makes Serve deploy them."""
         self.config = config
         self.client = ClusterClient(global_scheduler.connect(serve.get_replica_context().app_name))

@@ -90,7 +90,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, through the model's chat template."""
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         encoded = [
             (
                 None,
@@ -106,9 +106,10 @@ class LLM:
         return self._run(encoded, _one_each(sampling_params, len(encoded)), use_tqdm)
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        content: Any = prompt
         if isinstance(prompt, Mapping):
-            prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
-        return (prompt, self.tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, list(prompt))
+            content = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
+        return (content, self.tokenizer.encode(content)) if isinstance(content, str) else (None, list(content))
 
     def _run(
         self, encoded: Sequence[tuple[str | None, list[int]]], sampling: Sequence[SamplingParams], use_tqdm: bool
@@ -128,12 +129,12 @@ class LLM:
                     choices[request.request_id] = _Choice(result, output, self.tokenizer, params)
             with tqdm(total=len(choices), desc="Generating", unit="seq", disable=not use_tqdm) as bar:
                 while choices:
-                    for output in self.engine.step():
-                        choice = choices.get(output.request_id)
-                        if choice is not None and choice.add(output):
-                            del choices[output.request_id]
-                            if not output.finish_reason:  # a stop string: the engine does not know
-                                self.engine.abort_request(output.request_id)
+                    for news in self.engine.step():
+                        choice = choices.get(news.request_id)
+                        if choice is not None and choice.add(news):
+                            del choices[news.request_id]
+                            if not news.finish_reason:  # a stop string: the engine does not know
+                                self.engine.abort_request(news.request_id)
                             bar.update()
         finally:  # an interrupt, or a request that was refused: the others must not run on
             for request_id in choices:

@@ -211,6 +211,8 @@ def _start_ray(address: str | None, folder: str | None, num_cpus: int) -> None:
     if folder:
         # without this Ray asks for tokens where ~/.ray/auth_token lies, and its agents would need them
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        # Ray runs workers at nice 15, where the threads of a model, which wait for each other, wait for everything else
+        os.environ.setdefault("RAY_worker_niceness", "0")
         os.environ.pop("RAY_ADDRESS", None)
         adopt_orphans()
     import ray

@@ -7,6 +7,7 @@ leader lives in the same placement group, is a child of the replica, and dies wi
 import asyncio
 import logging
 import queue
+import sys
 import threading
 import time
 import uuid
@@ -21,6 +22,7 @@ from ..scheduler.errors import EngineDead, PagedRayError
 from ..scheduler.request import Request, SequenceOutput
 from ..workers.config import EngineConfig
 from ..workers.engine import Engine
+from ..workers.worker import Progress
 from . import global_scheduler
 from .global_scheduler import CALL_TIMEOUT, GroupInfo, GroupReport
 from .token_stream import Outbox, TokenFrame
@@ -47,7 +49,7 @@ class Leader:
         self.requests: dict[str, tuple[str, Request]] = {}  # request id -> ingress id, request; unfinished ones
         self.finished: list[str] = []  # not reported yet
         self.error: BaseException | None = None
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._step_began: float | None = None
         self._reporter: asyncio.Task | None = None
 
@@ -55,12 +57,10 @@ class Leader:
         """Load and warm up the model, then join the cluster."""
         self.loop = asyncio.get_running_loop()
         self._wake_reporter = asyncio.Event()
-        began = time.monotonic()
-        self.engine = await asyncio.to_thread(Engine, self.config)
-        await asyncio.to_thread(self.engine.worker.warm_up)
-        logger.info("group %s loaded %s in %.1f s", self.group_id, self.model, time.monotonic() - began)
-        self.stats = self.engine.stats()
+        self._loaded: asyncio.Future[None] = self.loop.create_future()
         threading.Thread(target=self._run_engine, name="engine", daemon=True).start()
+        await self._loaded
+        self.stats = self.engine.stats()
         await self._register()
         self._reporter = asyncio.create_task(self._report_for_ever())
 
@@ -94,6 +94,15 @@ class Leader:
     # -- the engine's thread ------------------------------------------------------------------------------------------
 
     def _run_engine(self) -> None:
+        try:
+            # Here and not elsewhere: how many threads an operation uses is a setting of the thread that calls it.
+            self.engine = Engine(self.config, _show_progress(self.model))
+            _say(f"warming up {self.model}")
+            self.engine.worker.warm_up()
+        except BaseException as error:
+            self.loop.call_soon_threadsafe(self._loaded.set_exception, error)
+            return
+        self.loop.call_soon_threadsafe(self._loaded.set_result, None)
         try:
             while True:
                 while not self._inbox.empty() or not self.engine.has_unfinished():
@@ -190,6 +199,24 @@ class Leader:
                 await asyncio.sleep(_REPORT_SECONDS)
 
 
+def _say(line: str) -> None:
+    """To this process's stderr, of which `pagedray serve` shows the lines that begin so."""
+    print(f"pagedray: {line}", file=sys.stderr, flush=True)
+
+
+def _show_progress(model: str) -> Progress:
+    shown = -1
+
+    def show(done: int, total: int) -> None:
+        nonlocal shown
+        quarters = 4 * done // total
+        if quarters > shown:
+            shown = quarters
+            _say(f"loading weights of {model}: {25 * quarters}% of {total / 2**20:.0f} MiB")
+
+    return show
+
+
 @serve.deployment
 class WorkerGroup:
     """The Serve replica of a worker group: builds it, watches it, takes it down."""
@@ -198,10 +225,9 @@ class WorkerGroup:
         context = serve.get_replica_context()
         self.group_id = f"{context.replica_id.unique_id}-{uuid.uuid4().hex[:8]}"
         self.scheduler = global_scheduler.connect(context.app_name)
-        self.leader = (
-            ray.remote(Leader)
-            .options(num_cpus=1, max_concurrency=10_000)
-            .remote(self.group_id, model, config, self.scheduler)
+        actor: Any = ray.remote(Leader)
+        self.leader = actor.options(num_cpus=1, max_concurrency=10_000).remote(
+            self.group_id, model, config, self.scheduler
         )
         try:
             ray.get(self.leader.load.remote(), timeout=load_timeout)

@@ -1,0 +1,339 @@
+"""Calls the native library on tensors: checks what C++ takes for granted, allocates results, hands over pointers."""
+
+import contextlib
+import ctypes
+import mmap
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..reference import AttentionMetadata, PackedLinear
+from .library import NativeLibrary
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+_POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+_SIGNATURES: dict[str, list[Any]] = {
+    "pagedray_rms_norm": [_INT32, *[_POINTER] * 3, *[_INT64] * 3, _FLOAT, _INT32],
+    "pagedray_add_rms_norm": [_INT32, *[_POINTER] * 5, *[_INT64] * 4, _FLOAT, _INT32],
+    "pagedray_silu_and_mul": [_INT32, *[_POINTER] * 2, *[_INT64] * 3, _INT32],
+    "pagedray_rotary_and_cache": [_INT32, *[_POINTER] * 8, *[_INT64] * 9, _INT32],
+    "pagedray_paged_attention": [_INT32, *[_POINTER] * 7, *[_INT64] * 7, _FLOAT, _INT32],
+    "pagedray_pack_linear": [_INT32, *[_POINTER] * 2, *[_INT64] * 3, _INT32],
+    "pagedray_linear": [_INT32, *[_POINTER] * 4, *[_INT64] * 4, _INT32],
+    "pagedray_sample": [*[_POINTER] * 2, *[_INT64] * 3, *[_POINTER] * 5, _INT32],
+}
+
+
+def _check(condition: bool, operation: str, rule: str, *tensors: Tensor) -> None:
+    if not condition:
+        got = ", ".join(f"{list(t.shape)} {t.dtype} strides {t.stride()}" for t in tensors)
+        raise ValueError(f"{operation}: {rule}; got {got}")
+
+
+def _dtype(operation: str, *tensors: Tensor) -> int:
+    """The code of the one dtype that all of them have."""
+    dtype = tensors[0].dtype
+    _check(
+        dtype in _DTYPES and all(t.dtype == dtype for t in tensors),
+        operation,
+        "its tensors must be all float32 or all bfloat16",
+        *tensors,
+    )
+    return _DTYPES[dtype]
+
+
+def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
+    """The operations of `..ops` that the library does, by name."""
+    functions = {}
+    for name, signature in _SIGNATURES.items():
+        function = getattr(library.functions, name)
+        function.argtypes, function.restype = signature, None
+        functions[name.removeprefix("pagedray_")] = function
+    packed_size = library.functions.pagedray_packed_size
+    packed_size.argtypes, packed_size.restype = [_INT64, _INT64], _INT64
+    threads = torch.get_num_threads
+    arena = _Arena()
+
+    def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        dtype = _dtype("pack_linear", weight, *([] if bias is None else [bias]))
+        _check(weight.dim() == 2 and weight.stride(1) == 1, "pack_linear", "weight [N, K], rows contiguous", weight)
+        n, k = weight.shape
+        if bias is not None:
+            _check(bias.shape == (n,), "pack_linear", f"bias [{n}]", bias)
+            bias = bias.contiguous()
+        packed = arena.empty(packed_size(n, k), weight.dtype)
+        functions["pack_linear"](dtype, packed.data_ptr(), weight.data_ptr(), n, k, weight.stride(0), threads())
+        return PackedLinear(packed, bias, n, k, weight.dtype)
+
+    def linear(x: Tensor, packed: PackedLinear) -> Tensor:
+        dtype = _dtype("linear", x, packed.data)
+        rows, k = x.shape
+        _check(
+            k == packed.in_features and x.stride(1) == 1, "linear", f"x [T, {packed.in_features}], rows contiguous", x
+        )
+        out = x.new_empty(rows, packed.out_features)
+        functions["linear"](
+            dtype,
+            out.data_ptr(),
+            x.data_ptr(),
+            packed.data.data_ptr(),
+            None if packed.bias is None else packed.bias.data_ptr(),
+            rows,
+            packed.out_features,
+            k,
+            x.stride(0),
+            threads(),
+        )
+        return out
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        dtype = _dtype("rms_norm", x, weight)
+        rows, hidden = x.shape
+        _check(x.stride(1) == 1 and weight.shape == (hidden,), "rms_norm", "x [T, H], weight [H]", x, weight)
+        out = x.new_empty(rows, hidden)
+        functions["rms_norm"](
+            dtype, out.data_ptr(), x.data_ptr(), weight.data_ptr(), rows, hidden, x.stride(0), eps, threads()
+        )
+        return out
+
+    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        dtype = _dtype("add_rms_norm", x, residual, weight)
+        rows, hidden = x.shape
+        _check(
+            x.stride(1) == 1 and residual.shape == x.shape and residual.stride(1) == 1 and weight.shape == (hidden,),
+            "add_rms_norm",
+            "x and residual [T, H], weight [H]",
+            x,
+            residual,
+            weight,
+        )
+        out, new_residual = x.new_empty(rows, hidden), x.new_empty(rows, hidden)
+        functions["add_rms_norm"](
+            dtype,
+            out.data_ptr(),
+            new_residual.data_ptr(),
+            x.data_ptr(),
+            residual.data_ptr(),
+            weight.data_ptr(),
+            rows,
+            hidden,
+            x.stride(0),
+            residual.stride(0),
+            eps,
+            threads(),
+        )
+        return out, new_residual
+
+    def silu_and_mul(x: Tensor) -> Tensor:
+        dtype = _dtype("silu_and_mul", x)
+        rows, width = x.shape[0], x.shape[1] // 2
+        _check(x.stride(1) == 1 and x.shape[1] % 2 == 0, "silu_and_mul", "x [T, 2 I], rows contiguous", x)
+        out = x.new_empty(rows, width)
+        functions["silu_and_mul"](dtype, out.data_ptr(), x.data_ptr(), rows, width, x.stride(0), threads())
+        return out
+
+    def rotary_and_cache(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        slot_mapping: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+    ) -> None:
+        dtype = _dtype("rotary_and_cache", q, k, v, k_cache, v_cache)
+        tokens, num_heads, head_dim = q.shape
+        num_kv_heads, block_size = k_cache.shape[1:3]
+        _check(
+            k.shape == v.shape == (tokens, num_kv_heads, head_dim)
+            and all(t.stride(2) == 1 and t.stride(1) == head_dim for t in (q, k, v)),
+            "rotary_and_cache",
+            "q [T, num_heads, D], k and v [T, num_kv_heads, D], each token's heads contiguous",
+            q,
+            k,
+            v,
+        )
+        _check_caches("rotary_and_cache", head_dim, k_cache, v_cache)
+        rotary_dim = cos_sin.shape[1]
+        _check(
+            cos_sin.dtype == torch.float32
+            and cos_sin.is_contiguous()
+            and rotary_dim % 2 == 0
+            and rotary_dim <= head_dim
+            and positions.dtype == slot_mapping.dtype == torch.int64
+            and positions.shape == slot_mapping.shape == (tokens,)
+            and positions.is_contiguous()
+            and slot_mapping.is_contiguous(),
+            "rotary_and_cache",
+            "cos_sin float32 [max_position, rotary_dim <= D], positions and slot_mapping int64 [T], contiguous",
+            cos_sin,
+            positions,
+            slot_mapping,
+        )
+        functions["rotary_and_cache"](
+            dtype,
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            positions.data_ptr(),
+            cos_sin.data_ptr(),
+            slot_mapping.data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            tokens,
+            q.stride(0),
+            k.stride(0),
+            v.stride(0),
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            rotary_dim,
+            block_size,
+            threads(),
+        )
+
+    def paged_attention(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float
+    ) -> Tensor:
+        dtype = _dtype("paged_attention", q, k_cache, v_cache)
+        tokens, num_heads, head_dim = q.shape
+        num_kv_heads, block_size = k_cache.shape[1:3]
+        _check(
+            q.stride(2) == 1 and q.stride(1) == head_dim and num_heads % num_kv_heads == 0,
+            "paged_attention",
+            f"q [T, a multiple of {num_kv_heads} heads, D], each token's heads contiguous",
+            q,
+        )
+        _check_caches("paged_attention", head_dim, k_cache, v_cache)
+        starts, lengths, tables = metadata.query_start_loc, metadata.seq_lens, metadata.block_tables
+        sequences = lengths.shape[0]
+        _check(
+            starts.dtype == lengths.dtype == tables.dtype == torch.int32
+            and starts.shape == (sequences + 1,)
+            and tables.shape[0] == sequences
+            and starts.is_contiguous()
+            and lengths.is_contiguous()
+            and tables.is_contiguous()
+            and metadata.max_seq_len <= tables.shape[1] * block_size,
+            "paged_attention",
+            "query_start_loc [B + 1], seq_lens [B] and block_tables [B, max_blocks] int32, contiguous, wide enough for "
+            f"max_seq_len {metadata.max_seq_len}",
+            starts,
+            lengths,
+            tables,
+        )
+        out = q.new_empty(tokens, num_heads, head_dim)
+        functions["paged_attention"](
+            dtype,
+            out.data_ptr(),
+            q.data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            starts.data_ptr(),
+            lengths.data_ptr(),
+            tables.data_ptr(),
+            sequences,
+            tables.shape[1],
+            q.stride(0),
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            block_size,
+            scale,
+            threads(),
+        )
+        return out
+
+    def sample(
+        logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
+    ) -> Tensor:
+        rows, vocab = logits.shape
+        params = (temperature, top_k, top_p, min_p, uniform)
+        _check(
+            logits.dtype == torch.float32 and logits.stride(1) == 1 and all(p.shape == (rows,) for p in params),
+            "sample",
+            "logits float32 [B, V], parameters [B]",
+            logits,
+            *params,
+        )
+        temperature, top_p, min_p = (p.float().contiguous() for p in (temperature, top_p, min_p))
+        top_k, uniform = top_k.long().contiguous(), uniform.double().contiguous()
+        out = torch.empty(rows, dtype=torch.int64)
+        functions["sample"](
+            out.data_ptr(),
+            logits.data_ptr(),
+            rows,
+            vocab,
+            logits.stride(0),
+            temperature.data_ptr(),
+            top_k.data_ptr(),
+            top_p.data_ptr(),
+            min_p.data_ptr(),
+            uniform.data_ptr(),
+            threads(),
+        )
+        return out
+
+    return {
+        "pack_linear": pack_linear,
+        "linear": linear,
+        "rms_norm": rms_norm,
+        "add_rms_norm": add_rms_norm,
+        "silu_and_mul": silu_and_mul,
+        "rotary_and_cache": rotary_and_cache,
+        "paged_attention": paged_attention,
+        "sample": sample,
+    }
+
+
+class _Arena:
+    """Hands out pieces of large chunks, so that weights, most of them smaller than a huge page, share huge pages.
+
+    A chunk is a mapping of its own: malloc may serve even a large request from memory that a loader's temporaries left
+    behind, which is already backed by small pages and stays so whatever is advised. A chunk's memory is taken as it is
+    written, and returned when no tensor points into it any more.
+    """
+
+    CHUNK_BYTES = 64 << 20
+    ALIGNMENT = 64
+
+    def __init__(self) -> None:
+        self._rest = torch.empty(0, dtype=torch.uint8)
+        self._lock = threading.Lock()
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        size = -(-numel * dtype.itemsize // self.ALIGNMENT) * self.ALIGNMENT
+        if size >= self.CHUNK_BYTES // 2:  # a chunk of its own, so that little of one is left unused
+            return self._map(size).view(dtype)[:numel]
+        with self._lock:
+            if size > len(self._rest):
+                self._rest = self._map(self.CHUNK_BYTES)
+            piece, self._rest = self._rest[:size], self._rest[size:]
+        return piece.view(dtype)[:numel]
+
+    @staticmethod
+    def _map(size: int) -> Tensor:
+        chunk = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without them
+                chunk.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(chunk, dtype=torch.uint8)  # keeps the mapping
+
+
+def _check_caches(operation: str, head_dim: int, k_cache: Tensor, v_cache: Tensor) -> None:
+    _check(
+        k_cache.shape == v_cache.shape
+        and k_cache.shape[3] == head_dim
+        and k_cache.is_contiguous()
+        and v_cache.is_contiguous(),
+        operation,
+        f"caches [num_blocks, num_kv_heads, block_size, {head_dim}], contiguous",
+        k_cache,
+        v_cache,
+    )

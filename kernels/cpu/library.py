@@ -1,0 +1,190 @@
+"""Finds the native library for this CPU, and builds it from `src/` with g++ the first time: a few seconds.
+
+The library is a plain C ABI, so it depends on no version of torch or Python. It lies in a per-user cache folder under a
+name made of its sources, compiler, flags and tier: whatever changes, another name, and nothing stale is ever loaded.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger("pagedray.kernels")
+
+SOURCES = Path(__file__).parent / "src"
+
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni", "fma", "bmi2"})
+_AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mprefer-vector-width=512")
+
+# Best first: what /proc/cpuinfo must list, and the compiler's flags. "scalar" is what every CPU of the kind can do.
+TIERS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
+    "amx": (_AVX512 | {"amx_tile", "amx_bf16"}, (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16")),
+    "avx512": (_AVX512, _AVX512_FLAGS),
+    "avx2": (frozenset({"avx2", "fma", "f16c", "bmi2"}), ("-march=x86-64-v3",)),
+    "scalar": (frozenset(), ()),
+}
+
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall")
+BUILD_SECONDS = 120.0  # a compiler that takes longer is taken for broken
+
+
+class BuildError(Exception):
+    """The native library cannot be had here; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class NativeLibrary:
+    tier: str
+    path: Path
+    functions: ctypes.CDLL  # which releases the GIL around each call
+
+
+def load(tier: str | None = None) -> NativeLibrary | None:
+    """The library for `tier` (by default the best this CPU has), or None, with one warning, where there is none.
+
+    Raises ValueError where `tier` is no tier's name or this CPU does not have it.
+    """
+    available = available_tiers()
+    if tier is not None and tier not in available:
+        raise ValueError(f"PAGEDRAY_KERNELS={tier}: this CPU has {', '.join(available)}; `reference` forces PyTorch")
+    tier = tier or available[0]
+    try:
+        path = build(tier)
+        return NativeLibrary(tier, path, ctypes.CDLL(str(path)))
+    except (BuildError, OSError) as error:
+        logger.warning("cpu kernels: PyTorch reference, many times slower than native ones: %s", error)
+        return None
+
+
+@functools.cache
+def available_tiers() -> tuple[str, ...]:
+    """The tiers this CPU and its operating system can run, best first."""
+    flags: frozenset[str] = frozenset()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                flags = frozenset(line.split(":", 1)[1].split())
+                break
+    tiers = [tier for tier, (needed, _) in TIERS.items() if needed <= flags]
+    if "amx" in tiers and not _may_use_amx():
+        tiers.remove("amx")
+    return tuple(tiers)
+
+
+def _may_use_amx() -> bool:
+    """Linux hands out the 8 kB of tile registers only to a process that asks: arch_prctl(ARCH_REQ_XCOMP_PERM, 18)."""
+    return ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "pagedray" / "kernels"
+
+
+def build(tier: str) -> Path:
+    """The path of the library for `tier`, built if it is not in the cache. Raises BuildError or OSError."""
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        raise BuildError(
+            f"no C++ compiler ({os.environ.get('CXX', 'g++')}) on PATH: install g++ "
+            "(Debian, Ubuntu: `apt install g++`; Fedora: `dnf install gcc-c++`), or name another in CXX"
+        )
+    sources = sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")))
+    flags = (*FLAGS, *TIERS[tier][1])
+    digest = hashlib.sha256(repr((_version(compiler), flags, _openmp_library())).encode())
+    for source in sources:
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    path = cache_folder() / f"{tier}-{digest.hexdigest()[:24]}.so"
+    if _is_whole(path):
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with _locked(path.with_suffix(".lock")):
+        if not _is_whole(path):
+            _compile(compiler, flags, [s for s in sources if s.suffix == ".cpp"], path)
+    return path
+
+
+def _version(compiler: str) -> str:
+    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=BUILD_SECONDS)
+    if done.returncode != 0:
+        raise BuildError(f"{compiler} --version failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _openmp_library() -> str:
+    """torch's own OpenMP runtime where it brings one: two runtimes in a process would fight for the cores."""
+    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    return str(found[0]) if found else "-fopenmp"
+
+
+def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], path: Path) -> None:
+    """Each source by a process of its own, side by side; the library appears under its name only when it is whole."""
+    deadline = time.monotonic() + BUILD_SECONDS
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
+        objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
+        commands = [
+            [compiler, *flags, "-c", str(source), "-o", out] for source, out in zip(sources, objects, strict=True)
+        ]
+        _run(commands, deadline)
+        library = Path(folder) / path.name
+        _run([[compiler, "-shared", "-o", str(library), *objects, _openmp_library()]], deadline)
+        with library.open("rb+") as file:
+            file.write(hashlib.sha256(file.read()).digest())  # what follows an ELF file's end is ignored
+        os.replace(library, path)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the library is there and ends in the checksum of the rest. Loading a cut one would kill the process."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    return hashlib.sha256(content[:-32]).digest() == content[-32:]
+
+
+def _run(commands: list[list[str]], deadline: float) -> None:
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        for command in commands:
+            processes.append(
+                subprocess.Popen(
+                    command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
+                )
+            )
+        for command, process in zip(commands, processes, strict=True):
+            _, errors = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+            if process.returncode != 0:
+                raise BuildError(f"`{' '.join(command)}` failed:\n{errors.strip()[-2000:]}")
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{commands[0][0]} took longer than {BUILD_SECONDS:.0f} s") from error
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Lets one process build while others wait. It only saves work: should the wait end, building twice is harmless."""
+    deadline = time.monotonic() + 2 * BUILD_SECONDS
+    with path.open("w") as file:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.05)
+        yield  # closing the file frees the lock, as does the death of its process

@@ -1,0 +1,166 @@
+"""The door to the kernels: the model calls these and does not know which backend runs.
+
+One table per device type says which implementation an operation has: `reference` has all of them, and a backend
+replaces what it does better. PAGEDRAY_KERNELS=reference forces the oracle; `scalar`, `avx2`, `avx512` or `amx` force a
+CPU tier.
+T is the number of tokens in a step, B of sequences; tensors of an operation share one device and, where nothing else is
+said, one dtype, fp32 or bf16. A native kernel that is handed something else raises ValueError and says what was wrong.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from . import reference
+from .reference import AttentionMetadata, PackedLinear
+
+__all__ = [
+    "AttentionMetadata",
+    "PackedLinear",
+    "add_rms_norm",
+    "embedding",
+    "greedy",
+    "linear",
+    "log_probs",
+    "pack_linear",
+    "paged_attention",
+    "rms_norm",
+    "rotary_and_cache",
+    "sample",
+    "silu_and_mul",
+]
+
+logger = logging.getLogger("pagedray.kernels")
+
+Table = dict[str, Callable[..., Any]]
+
+_OPERATIONS = [name for name in __all__ if name[0].islower()]
+_tables: dict[str, Table] = {}  # by device type; filled on first use
+_lock = threading.Lock()
+
+
+def _table(device_type: str) -> Table:
+    table = _tables.get(device_type)
+    if table is None:
+        with _lock:
+            if device_type not in _tables:
+                _tables[device_type] = _make_table(device_type)
+            table = _tables[device_type]
+    return table
+
+
+def _make_table(device_type: str) -> Table:
+    table: Table = {name: getattr(reference, name) for name in _OPERATIONS}
+    choice = os.environ.get("PAGEDRAY_KERNELS", "")
+    if choice == "reference":
+        logger.info("%s kernels: PyTorch reference (PAGEDRAY_KERNELS=reference)", device_type)
+    elif device_type == "cpu":
+        from .cpu import launch, library
+
+        native = library.load(choice or None)
+        if native is not None:
+            table.update(launch.operations(native))
+            logger.info("cpu kernels: native, tier %s (%s)", native.tier, native.path)
+    else:
+        logger.info("%s kernels: PyTorch reference", device_type)
+    return table
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    """weight [N, K], bias [N] -> what `linear` wants. Once, at load; the caller may drop its weight afterwards."""
+    return _table(weight.device.type)["pack_linear"](weight, bias)
+
+
+def linear(x: Tensor, packed: PackedLinear) -> Tensor:
+    """x [T, K] -> x @ weight.T + bias, [T, N]."""
+    return _table(x.device.type)["linear"](x, packed)
+
+
+def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
+    """token_ids int64 [T], weight [V, H] -> [T, H]."""
+    return _table(weight.device.type)["embedding"](token_ids, weight)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) in fp32, rounded to x's dtype, times weight. x [T, H], weight [H] (LlamaRMSNorm)."""
+    return _table(x.device.type)["rms_norm"](x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """new_residual = x + residual, rounded; returns rms_norm(new_residual) and new_residual, both [T, H]."""
+    return _table(x.device.type)["add_rms_norm"](x, residual, weight, eps)
+
+
+def rotary_and_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> None:
+    """Rotates q in place; writes rotated k, and v, to their slots of the caches. k and v are left as they are.
+
+    (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), x1 and x2 the halves of a head's rotary part (RoFormer, Su 2021, in
+    the half-split order of NeoX and Llama).
+
+    q [T, num_heads, D], k and v [T, num_kv_heads, D]: views into one fused tensor are welcome, each token's heads being
+    contiguous. positions int64 [T]; cos_sin fp32 [max_position, rotary_dim]: cos, then sin; dimensions from rotary_dim
+    on pass through. slot_mapping int64 [T]: block_id * block_size + offset; negative: not cached.
+    k_cache, v_cache [num_blocks, num_kv_heads, block_size, D], contiguous.
+    """
+    _table(q.device.type)["rotary_and_cache"](q, k, v, positions, cos_sin, slot_mapping, k_cache, v_cache)
+
+
+def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+    """softmax(scale q k^T + causal mask) v over paged keys and values (PagedAttention, Kwon 2023).
+
+    Prefill, chunked prefill and decode may be mixed in a step.
+
+    q [T, num_heads, D], caches [num_blocks, num_kv_heads, block_size, D] with this step's keys already written;
+    query head h reads kv head h // (num_heads / num_kv_heads). Returns [T, num_heads, D], contiguous.
+    A row's result does not depend on what else is in the step, nor on how its prefill was cut in chunks.
+    """
+    return _table(q.device.type)["paged_attention"](q, k_cache, v_cache, metadata, scale)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """gate / (1 + exp(-gate)) * up, for x [T, 2 I] = gate, up -> [T, I] (SwiGLU, Shazeer 2020)."""
+    return _table(x.device.type)["silu_and_mul"](x)
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """logits fp32 [B, V] -> int64 [B]: the likeliest token, of equals the lowest id."""
+    return _table(logits.device.type)["greedy"](logits)
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniform: Tensor,
+) -> Tensor:
+    """logits fp32 [B, V] -> int64 [B]: one token a row from its own filtered distribution, by inverse CDF in id order.
+
+    All parameters are [B]. In this order: temperature (below 1e-5: greedy); the top_k likeliest (0: all; of equals the
+    lowest ids); the fewest likeliest that reach top_p of what is left (1: all; at least one; Holtzman 2019); those at
+    least min_p times as likely as the likeliest (0: all). `uniform` in [0, 1) is the row's whole randomness: the same
+    logits, parameters and uniform give the same token in any batch.
+    """
+    return _table(logits.device.type)["sample"](logits, temperature, top_k, top_p, min_p, uniform)
+
+
+def log_probs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """logits [B, V], token_ids int64 [B] -> the tokens' log-probabilities fp32 [B]; the k highest [B, k]; their ids.
+
+    Natural logarithms; never below -9999.0, which stands for minus infinity.
+    """
+    return _table(logits.device.type)["log_probs"](logits, token_ids, k)

@@ -1,0 +1,167 @@
+"""Every operation in plain PyTorch: the oracle that the native kernels are tested against, and what runs without them.
+
+Written for reading, not for speed. Arithmetic is fp32 whatever the dtype of the tensors; results are rounded once.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+GREEDY_TEMPERATURE = 1e-5  # below it a row takes its likeliest token (vLLM's bound)
+LOWEST_LOGPROB = -9999.0  # what the OpenAI API says instead of minus infinity
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Where each token of a step stands: built once a step, read by every layer.
+
+    The step's B sequences lie one after another in T = query_start_loc[B] rows. Query i of sequence b has position
+    seq_lens[b] - query_len[b] + i, so prefill, chunked prefill and decode need no names of their own.
+    """
+
+    query_start_loc: Tensor  # int32 [B + 1]
+    seq_lens: Tensor  # int32 [B]: tokens in the cache once this step's are written
+    block_tables: Tensor  # int32 [B, max_blocks]: what stands beyond a sequence's length is not read
+    slot_mapping: Tensor  # int64 [T]: block_id * block_size + offset; negative: not to be cached
+    max_query_len: int
+    max_seq_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A linear layer's weight in the form the backend wants. Opaque: only the backend that packed it reads `data`."""
+
+    data: Tensor
+    bias: Tensor | None
+    out_features: int
+    in_features: int
+    dtype: torch.dtype
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    return PackedLinear(weight, bias, weight.shape[0], weight.shape[1], weight.dtype)
+
+
+def linear(x: Tensor, packed: PackedLinear) -> Tensor:
+    return F.linear(x, packed.data, packed.bias)
+
+
+def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
+    return F.embedding(token_ids, weight)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x32 = x.float()
+    normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    new_residual = x + residual
+    return rms_norm(new_residual, weight, eps), new_residual
+
+
+def rotary_and_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> None:
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [T, 1, rotary_dim / 2]
+    half = cos.shape[-1]
+
+    def rotated(x: Tensor) -> Tensor:
+        x1, x2, rest = x.float().split([half, half, x.shape[-1] - 2 * half], dim=-1)
+        return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], dim=-1).to(x.dtype)
+
+    q.copy_(rotated(q))
+    cached = slot_mapping >= 0
+    block_size = k_cache.shape[2]
+    block_ids = slot_mapping[cached] // block_size
+    offsets = slot_mapping[cached] % block_size
+    k_cache[block_ids, :, offsets] = rotated(k)[cached]
+    v_cache[block_ids, :, offsets] = v[cached]
+
+
+def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    num_kv_heads, block_size, head_dim = k_cache.shape[1:]
+    group = q.shape[1] // num_kv_heads
+    starts = metadata.query_start_loc.tolist()
+    for b, seq_len in enumerate(metadata.seq_lens.tolist()):
+        begin, end = starts[b], starts[b + 1]
+        if begin == end:
+            continue
+        blocks = metadata.block_tables[b, : -(-seq_len // block_size)].long()
+
+        def gathered(cache: Tensor, blocks: Tensor = blocks, seq_len: int = seq_len) -> Tensor:
+            tokens = cache[blocks].transpose(1, 2).reshape(-1, num_kv_heads, head_dim)[:seq_len]
+            return tokens.float().repeat_interleave(group, dim=1)  # [seq_len, num_heads, head_dim]
+
+        scores = torch.einsum("qhd,khd->hqk", q[begin:end].float(), gathered(k_cache)) * scale
+        query_positions = torch.arange(seq_len - (end - begin), seq_len, device=q.device)
+        visible = torch.arange(seq_len, device=q.device) <= query_positions.unsqueeze(1)
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        out[begin:end] = torch.einsum("hqk,khd->qhd", weights, gathered(v_cache)).to(q.dtype)
+    return out
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(x.dtype)
+
+
+def greedy(logits: Tensor) -> Tensor:
+    return logits.argmax(-1)  # PyTorch promises the first of equals
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniform: Tensor,
+) -> Tensor:
+    params = zip(*(t.tolist() for t in (temperature, top_k, top_p, min_p, uniform)), strict=True)
+    rows = [_sample_row(row, *p) for row, p in zip(logits, params, strict=True)]
+    return torch.tensor(rows, dtype=torch.int64, device=logits.device)
+
+
+def _sample_row(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float) -> int:
+    """One row, by itself: so it cannot depend on its company."""
+    likeliest = int(logits.argmax())
+    if temperature < GREEDY_TEMPERATURE or not torch.isfinite(logits[likeliest]):
+        return likeliest
+    scaled = logits / temperature
+    ids = torch.arange(len(scaled), device=logits.device)
+    if 0 < top_k < len(scaled):
+        cut = scaled.topk(top_k).values[-1]
+        above, equal = ids[scaled > cut], ids[scaled == cut]
+        ids = torch.cat([above, equal[: top_k - len(above)]]).sort().values
+    weights = (scaled[ids] - scaled[likeliest]).double().exp()  # unnormalized: the likeliest weighs 1
+    if top_p < 1.0:
+        order = scaled[ids].sort(descending=True, stable=True).indices  # of equals the lowest id first
+        cumulative = weights[order].cumsum(0)
+        kept = cumulative - weights[order] < top_p * cumulative[-1]
+        kept[0] = True
+        order = order[kept].sort().values
+        ids, weights = ids[order], weights[order]
+    if min_p > 0.0:
+        ids, weights = ids[weights >= min_p], weights[weights >= min_p]
+    cumulative = weights.cumsum(0)
+    drawn = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
+    return int(ids[min(drawn, len(ids) - 1)])
+
+
+def log_probs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    all_log_probs = logits.float().log_softmax(-1).clamp(min=LOWEST_LOGPROB)
+    chosen = all_log_probs.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+    top_values, top_ids = all_log_probs.topk(k, dim=-1)
+    return chosen, top_values, top_ids
