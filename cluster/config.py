@@ -325,7 +325,7 @@ def _model(section: _LLMConfig, path: str) -> ModelDeployment:
         if "tokenizer" in kwargs:
             raise ConfigError(f"{path}.engine_kwargs.tokenizer says model_loading_config.tokenizer_source again")
         kwargs["tokenizer"] = loading.tokenizer_source
-    engine = EngineConfig.from_kwargs(where=f"{path}.engine_kwargs", **{**kwargs, "model": source})
+    engine = EngineConfig.from_kwargs(f"{path}.engine_kwargs", **{**kwargs, "model": source})
 
     deployment = _options(section.deployment_config, f"{path}.deployment_config")
     deployment |= _placement(section, deployment.pop("ray_actor_options", {}), path)

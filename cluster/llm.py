@@ -1,6 +1,7 @@
 """Offline inference in this process: `LLM(...).generate(...)`, with vLLM's names and shapes. Needs no Ray."""
 
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,14 +109,26 @@ class LLM:
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         content: Any = prompt
         if isinstance(prompt, Mapping):
-            content = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
-        return (content, self.tokenizer.encode(content)) if isinstance(content, str) else (None, list(content))
+            content = prompt.get("prompt_token_ids", prompt.get("prompt"))
+            if content is None:
+                raise InvalidRequest(
+                    f"a prompt's mapping needs prompt or prompt_token_ids; it has {list(prompt)}", "prompt"
+                )
+        if isinstance(content, str):
+            return content, self.tokenizer.encode(content)
+        try:
+            return None, [operator.index(t) for t in content]
+        except TypeError:
+            raise InvalidRequest(
+                f"a prompt must be text or a list of token ids, not {content!r:.200}", "prompt"
+            ) from None
 
     def _run(
         self, encoded: Sequence[tuple[str | None, list[int]]], sampling: Sequence[SamplingParams], use_tqdm: bool
     ) -> list[RequestOutput]:
         results: list[RequestOutput] = []
         choices: dict[str, _Choice] = {}
+        added: list[str] = []
         try:
             for (text, token_ids), params in zip(encoded, sampling, strict=True):
                 request_id = str(next(self._request_ids))
@@ -126,6 +139,7 @@ class LLM:
                 for output in result.outputs:
                     request = Request(f"{request_id}-{output.index}", tuple(token_ids), params, index=output.index)
                     self.engine.add_request(request)
+                    added.append(request.request_id)
                     choices[request.request_id] = _Choice(result, output, self.tokenizer, params)
             with tqdm(total=len(choices), desc="Generating", unit="seq", disable=not use_tqdm) as bar:
                 while choices:
@@ -137,7 +151,7 @@ class LLM:
                                 self.engine.abort_request(news.request_id)
                             bar.update()
         finally:  # an interrupt, or a request that was refused: the others must not run on
-            for request_id in choices:
+            for request_id in added:
                 self.engine.abort_request(request_id)
         return results
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, dtype
 
 from . import reference
 from .reference import AttentionMetadata, PackedLinear
@@ -75,9 +75,9 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
     return _table(weight.device.type)["pack_linear"](weight, bias)
 
 
-def linear(x: Tensor, packed: PackedLinear) -> Tensor:
-    """x [T, K] -> x @ weight.T + bias, [T, N]."""
-    return _table(x.device.type)["linear"](x, packed)
+def linear(x: Tensor, packed: PackedLinear, out_dtype: dtype | None = None) -> Tensor:
+    """x [T, K] -> x @ weight.T + bias, [T, N], summed in fp32; in x's dtype, or unrounded where `out_dtype` is fp32."""
+    return _table(x.device.type)["linear"](x, packed, out_dtype)
 
 
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:

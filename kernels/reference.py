@@ -44,8 +44,11 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
     return PackedLinear(weight, bias, weight.shape[0], weight.shape[1], weight.dtype)
 
 
-def linear(x: Tensor, packed: PackedLinear) -> Tensor:
-    return F.linear(x, packed.data, packed.bias)
+def linear(x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
+    if out_dtype in (None, x.dtype):
+        return F.linear(x, packed.data, packed.bias)
+    bias = None if packed.bias is None else packed.bias.to(out_dtype)
+    return F.linear(x.to(out_dtype), packed.data.to(out_dtype), bias)
 
 
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:

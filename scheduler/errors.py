@@ -33,7 +33,7 @@ class InvalidRequest(PagedRayError):
 
     status = 400
     type = "invalid_request_error"
-    code = None
+    code: str | None = None
 
     def __init__(self, message: str, param: str | None = None):
         super().__init__(message, param)

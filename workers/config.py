@@ -1,5 +1,6 @@
 """`ModelConfig`: what a checkpoint is. `EngineConfig`: how to run it, under vLLM's names."""
 
+import math
 import re
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -68,9 +69,10 @@ def parse_bytes(key: str, value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?)b?", str(value).strip().lower())
-    if not match or match[2] not in _UNITS or float(match[1]) <= 0:
+    size = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
+    if size < 1:
         raise ConfigError(f'{key} must be a size such as 1073741824 or "1GiB", not {value!r}')
-    return int(float(match[1]) * _UNITS[match[2]])
+    return size
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class EngineConfig:
     cpu_threads: int | None = None  # None: the cores this process may use
 
     @classmethod
-    def from_kwargs(cls, where: str = "engine_kwargs", **kwargs: Any) -> "EngineConfig":
+    def from_kwargs(cls, where: str = "engine_kwargs", /, **kwargs: Any) -> "EngineConfig":
         """Build from users' names, vLLM's and the aliases max_batch_size and max_seq_length among them.
 
         Raises `ConfigError` with `where`, the key, the value and what would be right.
@@ -114,18 +116,21 @@ class EngineConfig:
                 settings[name] = value
         if "kv_cache_memory" in settings:
             settings["kv_cache_memory"] = parse_bytes(f"{where}.kv_cache_memory", settings["kv_cache_memory"])
+        if "model" not in settings:
+            raise ConfigError(f"{where}.model is missing: a folder, a .gguf file or a hub id")
         try:
             return cls(**settings)
         except ConfigError as error:
             raise ConfigError(f"{where}.{error}") from None
-        except TypeError:
-            raise ConfigError(f"{where}.model is missing: a folder, a .gguf file or a hub id") from None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model must be a folder, a .gguf file or a hub id, not {self.model!r}")
         aliases = {"float": "float32", "fp32": "float32", "bf16": "bfloat16"}
-        object.__setattr__(self, "dtype", aliases.get(self.dtype, self.dtype))
+        if self.tokenizer is not None and (not isinstance(self.tokenizer, str) or not self.tokenizer):
+            raise ConfigError(f"tokenizer must be a folder, a .gguf file or a hub id, not {self.tokenizer!r}")
+        if isinstance(self.dtype, str):
+            object.__setattr__(self, "dtype", aliases.get(self.dtype, self.dtype))
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
         for name, low in (
@@ -147,7 +152,8 @@ class EngineConfig:
             raise ConfigError(f"enable_prefix_caching must be true or false, not {self.enable_prefix_caching!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed must be an integer, not {self.seed!r}")
-        if not isinstance(self.priority_weight, int | float) or self.priority_weight < 0:
+        weight = self.priority_weight
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
             raise ConfigError(f"priority_weight must be seconds, 0 or more, not {self.priority_weight!r}")
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) != 1:

@@ -21,7 +21,7 @@ class SamplingState(Protocol):
     sampling: SamplingParams
     index: int
     num_prompt_tokens: int
-    token_ids: Sequence[int]
+    token_ids: list[int]
 
 
 def draw(seed: int, index: int, position: int) -> float:
@@ -88,6 +88,14 @@ def _logprobs(logits: Tensor, tokens: Tensor, states: Sequence[SamplingState]) -
     chosen, top_values, top_ids = ops.log_probs(logits, tokens, min(most, logits.shape[-1]))
     rows = zip(chosen.tolist(), top_ids.tolist(), top_values.tolist(), states, strict=True)
     return [
-        TokenLogprobs(logprob, tuple(zip(ids[: s.sampling.logprobs], values[: s.sampling.logprobs], strict=True)))
-        for logprob, ids, values, s in rows
+        TokenLogprobs(logprob, _chosen_first(token, logprob, ids, values)[: s.sampling.logprobs])
+        for token, (logprob, ids, values, s) in zip(tokens.tolist(), rows, strict=True)
     ]
+
+
+def _chosen_first(token: int, logprob: float, ids: list[int], values: list[float]) -> tuple[tuple[int, float], ...]:
+    """The likeliest tokens, with the chosen one ahead of its equals: of several at the top any may come first."""
+    top = list(zip(ids, values, strict=True))
+    if top and values[0] == logprob and ids[0] != token:
+        top = [(token, logprob), *((t, v) for t, v in top if t != token)][: len(top)]
+    return tuple(top)

@@ -24,7 +24,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "pagedray_rotary_and_cache": [_INT32, *[_POINTER] * 8, *[_INT64] * 9, _INT32],
     "pagedray_paged_attention": [_INT32, *[_POINTER] * 7, *[_INT64] * 7, _FLOAT, _INT32],
     "pagedray_pack_linear": [_INT32, *[_POINTER] * 2, *[_INT64] * 3, _INT32],
-    "pagedray_linear": [_INT32, *[_POINTER] * 4, *[_INT64] * 4, _INT32],
+    "pagedray_linear": [*[_INT32] * 2, *[_POINTER] * 4, *[_INT64] * 4, _INT32],
+    "pagedray_greedy": [*[_POINTER] * 2, *[_INT64] * 3, _INT32],
     "pagedray_sample": [*[_POINTER] * 2, *[_INT64] * 3, *[_POINTER] * 5, _INT32],
 }
 
@@ -70,15 +71,17 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
         functions["pack_linear"](dtype, packed.data_ptr(), weight.data_ptr(), n, k, weight.stride(0), threads())
         return PackedLinear(packed, bias, n, k, weight.dtype)
 
-    def linear(x: Tensor, packed: PackedLinear) -> Tensor:
+    def linear(x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
         dtype = _dtype("linear", x, packed.data)
         rows, k = x.shape
         _check(
             k == packed.in_features and x.stride(1) == 1, "linear", f"x [T, {packed.in_features}], rows contiguous", x
         )
-        out = x.new_empty(rows, packed.out_features)
+        _check(out_dtype in (None, x.dtype, torch.float32), "linear", "out_dtype must be x's or float32", x)
+        out = x.new_empty(rows, packed.out_features, dtype=out_dtype)
         functions["linear"](
             dtype,
+            _DTYPES[out.dtype],
             out.data_ptr(),
             x.data_ptr(),
             packed.data.data_ptr(),
@@ -250,6 +253,18 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
         )
         return out
 
+    def greedy(logits: Tensor) -> Tensor:
+        _check(
+            logits.dtype == torch.float32 and logits.dim() == 2 and logits.stride(1) == 1,
+            "greedy",
+            "logits float32 [B, V], rows contiguous",
+            logits,
+        )
+        rows, vocab = logits.shape
+        out = torch.empty(rows, dtype=torch.int64)
+        functions["greedy"](out.data_ptr(), logits.data_ptr(), rows, vocab, logits.stride(0), threads())
+        return out
+
     def sample(
         logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
     ) -> Tensor:
@@ -288,6 +303,7 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
         "silu_and_mul": silu_and_mul,
         "rotary_and_cache": rotary_and_cache,
         "paged_attention": paged_attention,
+        "greedy": greedy,
         "sample": sample,
     }
 

@@ -19,8 +19,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 logger = logging.getLogger("pagedray.kernels")
 
 SOURCES = Path(__file__).parent / "src"
@@ -36,7 +34,7 @@ TIERS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "scalar": (frozenset(), ()),
 }
 
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall")
 BUILD_SECONDS = 120.0  # a compiler that takes longer is taken for broken
 
 
@@ -103,7 +101,7 @@ def build(tier: str) -> Path:
         )
     sources = sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")))
     flags = (*FLAGS, *TIERS[tier][1])
-    digest = hashlib.sha256(repr((_version(compiler), flags, _openmp_library())).encode())
+    digest = hashlib.sha256(repr((_version(compiler), flags)).encode())
     for source in sources:
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     path = cache_folder() / f"{tier}-{digest.hexdigest()[:24]}.so"
@@ -123,12 +121,6 @@ def _version(compiler: str) -> str:
     return done.stdout
 
 
-def _openmp_library() -> str:
-    """torch's own OpenMP runtime where it brings one: two runtimes in a process would fight for the cores."""
-    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    return str(found[0]) if found else "-fopenmp"
-
-
 def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], path: Path) -> None:
     """Each source by a process of its own, side by side; the library appears under its name only when it is whole."""
     deadline = time.monotonic() + BUILD_SECONDS
@@ -139,7 +131,7 @@ def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], path: P
         ]
         _run(commands, deadline)
         library = Path(folder) / path.name
-        _run([[compiler, "-shared", "-o", str(library), *objects, _openmp_library()]], deadline)
+        _run([[compiler, "-shared", "-pthread", "-o", str(library), *objects]], deadline)
         with library.open("rb+") as file:
             file.write(hashlib.sha256(file.read()).digest())  # what follows an ELF file's end is ignored
         os.replace(library, path)

@@ -179,7 +179,9 @@ def test_without_seeds_calls_differ_and_the_engine_seed_repeats_them_all(folder)
 
     def three_calls(**settings):
         llm = make(folder, **settings)
-        return [o.outputs[0].token_ids for _ in range(3) for o in llm.generate(["dawn", "dawn"], params, use_tqdm=False)]
+        return [
+            o.outputs[0].token_ids for _ in range(3) for o in llm.generate(["dawn", "dawn"], params, use_tqdm=False)
+        ]
 
     tokens = three_calls()
     assert len(set(map(tuple, tokens))) == 6
@@ -286,7 +288,9 @@ def test_chat_answers_one_conversation_or_several(llm):
     assert one.prompt_token_ids == ids("<|user|>hello<eos><|assistant|>")
     both = llm.chat([hello, longer], [GREEDY, GREEDY.clone(max_tokens=3)], use_tqdm=False)
     assert both[0].outputs == one.outputs
-    assert both[1].prompt_token_ids == ids("<|user|>hello<eos><|assistant|>yes<eos><|user|>the ships?<eos><|assistant|>")
+    assert both[1].prompt_token_ids == ids(
+        "<|user|>hello<eos><|assistant|>yes<eos><|user|>the ships?<eos><|assistant|>"
+    )
     assert len(both[1].outputs[0].token_ids) == 3
     (plain,) = llm.generate(one.prompt_token_ids, GREEDY, use_tqdm=False)
     assert plain.outputs == one.outputs
@@ -337,7 +341,8 @@ def test_a_refused_prompt_takes_its_siblings_along_and_the_llm_stays_usable(llm,
 
 def test_an_interrupt_leaves_the_llm_usable(llm, monkeypatch):
     (before,) = llm.generate("dawn", GREEDY, use_tqdm=False)
-    step, calls = llm.engine.step, []
+    step = llm.engine.step
+    calls: list[None] = []
 
     def interrupted():
         calls.append(None)

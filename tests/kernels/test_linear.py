@@ -120,3 +120,14 @@ def test_bad_arguments_are_refused(native):
         native.pack_linear(torch.ones(4, 8, dtype=torch.float16))
     with pytest.raises(ValueError, match=r"bias \[4\]"):
         native.pack_linear(torch.ones(4, 8), torch.ones(5))
+
+
+@pytest.mark.parametrize("rows", [1, 17, 300])
+def test_results_can_be_had_unrounded(native, rows):
+    x, weight, bias = (randn(*shape, dtype=torch.bfloat16) for shape in ((rows, 96), (70, 96), (70,)))
+    result = native.linear(x, native.pack_linear(weight, bias), torch.float32)
+    assert result.dtype == torch.float32
+    assert_close(result, expected(x.float(), weight.float(), bias.float()), rtol=1e-4, atol=1e-4)
+    assert_close(result, reference.linear(x, reference.pack_linear(weight, bias), torch.float32), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="out_dtype"):
+        native.linear(x, native.pack_linear(weight), torch.float16)

@@ -130,7 +130,10 @@ def test_prefix_cache_cold_and_warm(demo_model, prompts, alone):
 
 
 def test_preemptions(demo_model, prompts, alone):
-    engine = engine_for(demo_model, max_model_len=1050, num_kv_blocks=70, max_num_seqs=32, max_num_batched_tokens=128)
+    # 1,052 tokens for all: the largest request fits, barely, and small blocks run out one by one.
+    engine = engine_for(
+        demo_model, max_model_len=1050, block_size=4, num_kv_blocks=263, max_num_seqs=32, max_num_batched_tokens=128
+    )
     assert run(engine, prompts) == alone
     assert engine.stats().num_preemptions > 0
 

@@ -54,16 +54,13 @@ class Decoder:
         """Run all layers over a mixed batch; write its keys and values. Returns hidden states [num_tokens, hidden]."""
         eps = self.config.rms_norm_eps
         residual = ops.embedding(token_ids, self.embed_tokens)
-        x = None
-        for layer, (k_cache, v_cache) in zip(self.layers, kv_caches, strict=True):
-            if x is None:
-                x = ops.rms_norm(residual, layer.input_norm, eps)
-            else:
-                x, residual = ops.add_rms_norm(x, residual, layer.input_norm, eps)
+        x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
+        next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
+        for layer, (k_cache, v_cache), next_norm in zip(self.layers, kv_caches, next_norms, strict=True):
             x = self._attention(layer, x, positions, k_cache, v_cache, metadata)
             x, residual = ops.add_rms_norm(x, residual, layer.post_attention_norm, eps)
             x = ops.linear(ops.silu_and_mul(ops.linear(x, layer.gate_up)), layer.down)
-        x, _ = ops.add_rms_norm(x, residual, self.norm, eps)
+            x, residual = ops.add_rms_norm(x, residual, next_norm, eps)
         return x
 
     def _attention(
@@ -84,4 +81,4 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [n, hidden] to logits [n, vocab] in fp32."""
-        return ops.linear(hidden, self.lm_head).to(torch.float32)
+        return ops.linear(hidden, self.lm_head, torch.float32)

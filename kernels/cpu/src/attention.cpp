@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "memory.h"
+#include "pool.h"
 #include "simd.h"
 
 namespace pagedray {
@@ -287,12 +288,10 @@ static void paged_attention(T* out, const T* q, const T* k_cache, const T* v_cac
     const int64_t size = (Partial::size(rows, stride) + W - 1) / W * W, num_tiles = tiles.size();
 
     if (num_tiles >= 4 * threads || segments == num_tiles || threads == 1) {  // tiles enough for every thread
-#pragma omp parallel num_threads(threads)
-        {
+        parallel(num_tiles, threads, [&](Tasks& mine) {
             Scratch scratch(rows, stride);
             const auto memory = aligned<float>(2 * size);
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t i = 0; i < num_tiles; i++) {
+            for (int64_t i; mine.next(i);) {
                 const Tile& tile = tiles[i];
                 Partial result(memory.get(), tile.rows), part(memory.get() + size, tile.rows);
                 load_queries(scratch.q.get(), q, g, tile);
@@ -303,7 +302,7 @@ static void paged_attention(T* out, const T* q, const T* k_cache, const T* v_cac
                 }
                 write_output(out, result, g, tile);
             }
-        }
+        });
         return;
     }
 
@@ -312,17 +311,15 @@ static void paged_attention(T* out, const T* q, const T* k_cache, const T* v_cac
     for (const Tile& tile : tiles)
         for (int64_t s = 0; s < tile.num_segments(group); s++) pieces.push_back({&tile, s});
     const auto memory = aligned<float>(segments * size);
-#pragma omp parallel num_threads(threads)
-    {
+    parallel(segments, threads, [&](Tasks& mine) {
         Scratch scratch(rows, stride);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < segments; i++) {
+        for (int64_t i; mine.next(i);) {
             const Tile& tile = *pieces[i].tile;
             load_queries(scratch.q.get(), q, g, tile);
             attend_segment(Partial(memory.get() + i * size, tile.rows), g, tile, pieces[i].segment, k_cache, v_cache,
                            scratch);
         }
-    }
+    });
     const float* at = memory.get();
     for (const Tile& tile : tiles) {
         Partial result(const_cast<float*>(at), tile.rows);

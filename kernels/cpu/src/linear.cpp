@@ -9,15 +9,15 @@
 // any company. Sums are in fp32.
 #include <algorithm>
 
-#include <omp.h>
-
 #include "memory.h"
+#include "pool.h"
 #include "simd.h"
 
 namespace pagedray {
 
 constexpr int PANEL = 32, STEP = 32, TILE = 16;
 constexpr int PREFETCH_BYTES = 2048;
+constexpr int RUNS_PER_THREAD = 4;
 
 // With many rows, what a core works on at a time fits its L2 cache: BATCH rows of x, BLOCK_BYTES of each, against as much
 // of PANELS panels. Their sums wait in fp32 from one block of k to the next, so the chains stay what they are.
@@ -186,8 +186,8 @@ struct Block<bf16> {
 };
 #endif
 
-template <class T>
-static void linear(T* out, const T* x, int64_t x_stride, const T* packed, const T* bias, const Shape& shape,
+template <class T, class Out>
+static void linear(Out* out, const T* x, int64_t x_stride, const T* packed, const T* bias, const Shape& shape,
                    int threads) {
     using X = typename Block<T>::X;
     constexpr int ROWS = Block<T>::ROWS;
@@ -195,16 +195,22 @@ static void linear(T* out, const T* x, int64_t x_stride, const T* packed, const 
     constexpr int64_t BATCH_ROWS = (BATCH + ROWS - 1) / ROWS * ROWS;
     const int64_t batches = (shape.rows + BATCH_ROWS - 1) / BATCH_ROWS, items = batches * panels;
     const int64_t block = shape.rows <= ROWS ? shape.steps() : BLOCK_BYTES / (STEP * sizeof(X));  // in steps
-    if (panels * padded < 4096) threads = 1;
-#pragma omp parallel num_threads(threads)
-    {
-        int64_t item = items * omp_get_thread_num() / omp_get_num_threads();
-        const int64_t last = items * (omp_get_thread_num() + 1) / omp_get_num_threads();
+    // Runs of panels: long enough to stream, short enough that threads end together.
+    const int64_t runs = panels * padded < 4096 ? 1 : std::min<int64_t>(items, RUNS_PER_THREAD * threads);
+    parallel(runs, threads, [&](Tasks& mine) {
         const int64_t most_rows = std::min(shape.rows, BATCH_ROWS), sums_size = most_rows * PANEL;
         const auto arranged = aligned<X>(most_rows * padded);
         const auto sums = aligned<float>(PANELS * sums_size);
-        int64_t prepared = 0, arranged_batch = -1;
-        while (item < last) {
+        int64_t prepared = 0, arranged_batch = -1, item = 0, last = 0;
+        const auto more = [&] {
+            int64_t run;
+            if (item < last) return true;
+            if (!mine.next(run)) return false;
+            item = items * run / runs;
+            last = items * (run + 1) / runs;
+            return true;
+        };
+        while (more()) {
             const int64_t begin = item / panels * BATCH_ROWS, end = std::min(begin + BATCH_ROWS, shape.rows);
             if (item / panels != arranged_batch) {
                 arranged_batch = item / panels;
@@ -238,14 +244,13 @@ static void linear(T* out, const T* x, int64_t x_stride, const T* packed, const 
             item += count;
         }
         Block<T>::finish();
-    }
+    });
 }
 
 template <class T>
 static void pack(T* packed, const T* weight, int64_t stride, const Shape& shape, int threads) {
     constexpr int G = Product<T>::GROUP;
-#pragma omp parallel for num_threads(threads)
-    for (int64_t p = 0; p < shape.panels(); p++) {
+    parallel_for(shape.panels(), 1, threads, [&](int64_t p) {
         T* panel = packed + p * shape.panel_size();
         std::fill_n(panel, shape.panel_size(), T{});
         for (int64_t n = p * PANEL; n < std::min((p + 1) * PANEL, shape.n); n++) {
@@ -254,7 +259,7 @@ static void pack(T* packed, const T* weight, int64_t stride, const Shape& shape,
                 panel[((k / STEP * 2 + tile) * STEP + k % STEP / G * G) * TILE + column * G + k % G] =
                     weight[n * stride + k];
         }
-    }
+    });
 }
 
 }  // namespace pagedray
@@ -275,11 +280,17 @@ PAGEDRAY_API void pagedray_pack_linear(int32_t dtype, void* packed, const void* 
     });
 }
 
-PAGEDRAY_API void pagedray_linear(int32_t dtype, void* out, const void* x, const void* packed, const void* bias,
-                                  int64_t rows, int64_t n, int64_t k, int64_t x_stride, int32_t threads) {
+// `out` is in `out_dtype`: that of the rest, or fp32.
+PAGEDRAY_API void pagedray_linear(int32_t dtype, int32_t out_dtype, void* out, const void* x, const void* packed,
+                                  const void* bias, int64_t rows, int64_t n, int64_t k, int64_t x_stride,
+                                  int32_t threads) {
     with_dtype(dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
-        linear(static_cast<T*>(out), static_cast<const T*>(x), x_stride, static_cast<const T*>(packed),
-               static_cast<const T*>(bias), Shape{rows, n, k}, threads);
+        with_dtype(out_dtype, [&](auto* out_type) {
+            using Out = std::remove_pointer_t<decltype(out_type)>;
+            if constexpr (std::is_same_v<Out, T> || std::is_same_v<Out, float>)
+                linear(static_cast<Out*>(out), static_cast<const T*>(x), x_stride, static_cast<const T*>(packed),
+                       static_cast<const T*>(bias), Shape{rows, n, k}, threads);
+        });
     });
 }

@@ -1,4 +1,5 @@
 // y = round(x / sqrt(mean(x^2) + eps)) * weight, and the same of x + residual. One row a time, sums in fp32.
+#include "pool.h"
 #include "simd.h"
 
 namespace pagedray {
@@ -31,10 +32,10 @@ PAGEDRAY_API void pagedray_rms_norm(int32_t dtype, void* out, const void* x, con
                                     int64_t hidden, int64_t x_stride, float eps, int32_t threads) {
     with_dtype(dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
-#pragma omp parallel for num_threads(threads) if (rows * hidden > 32768)
-        for (int64_t r = 0; r < rows; r++)
+        parallel_for(rows, 32768 / hidden + 1, threads, [&](int64_t r) {
             normalize_row(static_cast<T*>(out) + r * hidden, static_cast<const T*>(x) + r * x_stride,
                           static_cast<const T*>(weight), hidden, eps);
+        });
     });
 }
 
@@ -43,13 +44,12 @@ PAGEDRAY_API void pagedray_add_rms_norm(int32_t dtype, void* out, void* new_resi
                                         int64_t x_stride, int64_t residual_stride, float eps, int32_t threads) {
     with_dtype(dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
-#pragma omp parallel for num_threads(threads) if (rows * hidden > 32768)
-        for (int64_t r = 0; r < rows; r++) {
+        parallel_for(rows, 32768 / hidden + 1, threads, [&](int64_t r) {
             T* added = static_cast<T*>(new_residual) + r * hidden;
             const T* a = static_cast<const T*>(x) + r * x_stride;
             const T* b = static_cast<const T*>(residual) + r * residual_stride;
             for_each_vector(hidden, [&](int64_t j, auto get, auto put) { put(added + j, get(a + j) + get(b + j)); });
             normalize_row(static_cast<T*>(out) + r * hidden, added, static_cast<const T*>(weight), hidden, eps);
-        }
+        });
     });
 }

@@ -1,5 +1,6 @@
 // (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) on the halves of each head's rotary part; q in place, k on its way into
 // the cache. A cache is [num_blocks, num_kv_heads, block_size, head_dim]; slot = block * block_size + offset.
+#include "pool.h"
 #include "simd.h"
 
 namespace pagedray {
@@ -27,15 +28,15 @@ PAGEDRAY_API void pagedray_rotary_and_cache(int32_t dtype, void* q, const void* 
                                             int64_t block_size, int32_t threads) {
     with_dtype(dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
-#pragma omp parallel for num_threads(threads) if (tokens * (num_heads + 2 * num_kv_heads) * head_dim > 16384)
-        for (int64_t t = 0; t < tokens; t++) {
+        const int64_t grain = 16384 / ((num_heads + 2 * num_kv_heads) * head_dim) + 1;
+        parallel_for(tokens, grain, threads, [&](int64_t t) {
             const int64_t half = rotary_dim / 2;
             const float* cos = cos_sin + positions[t] * rotary_dim;
             const float* sin = cos + half;
             T* q_row = static_cast<T*>(q) + t * q_stride;
             for (int64_t h = 0; h < num_heads; h++)
                 rotate_head(q_row + h * head_dim, q_row + h * head_dim, cos, sin, half, head_dim);
-            if (slots[t] < 0) continue;
+            if (slots[t] < 0) return;
             const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
             for (int64_t h = 0; h < num_kv_heads; h++) {
                 const int64_t at = ((block * num_kv_heads + h) * block_size + offset) * head_dim;
@@ -44,6 +45,6 @@ PAGEDRAY_API void pagedray_rotary_and_cache(int32_t dtype, void* q, const void* 
                 memcpy(static_cast<T*>(v_cache) + at, static_cast<const T*>(v) + t * v_stride + h * head_dim,
                        head_dim * sizeof(T));
             }
-        }
+        });
     });
 }

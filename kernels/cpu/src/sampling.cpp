@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "pool.h"
 #include "simd.h"
 
 namespace pagedray {
@@ -143,14 +144,31 @@ static int64_t sample_row(Row& row, const float* logits, float temperature, int6
 
 using namespace pagedray;
 
+// The likeliest token of each row, of equals the lowest id.
+PAGEDRAY_API void pagedray_greedy(int64_t* out, const float* logits, int64_t rows, int64_t vocab, int64_t row_stride,
+                                  int32_t threads) {
+    parallel_for(rows, 1, threads, [&](int64_t r) {
+        const float* row = logits + r * row_stride;
+        vfloat highest = splat(-INFINITY);
+        int64_t i = 0;
+        for (; i + W <= vocab; i += W) highest = max(load(row + i), highest);
+        float top = max(highest);
+        for (; i < vocab; i++) top = std::max(top, row[i]);
+        out[r] = 0;
+        for (int64_t j = 0; j < vocab; j++)
+            if (row[j] == top) {
+                out[r] = j;
+                break;
+            }
+    });
+}
+
 PAGEDRAY_API void pagedray_sample(int64_t* out, const float* logits, int64_t rows, int64_t vocab, int64_t row_stride,
                                   const float* temperature, const int64_t* top_k, const float* top_p,
                                   const float* min_p, const double* uniform, int32_t threads) {
-#pragma omp parallel num_threads(threads) if (rows > 1)
-    {
+    parallel(rows, threads, [&](Tasks& mine) {
         Row row(vocab);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t r = 0; r < rows; r++)
+        for (int64_t r; mine.next(r);)
             out[r] = sample_row(row, logits + r * row_stride, temperature[r], top_k[r], top_p[r], min_p[r], uniform[r]);
-    }
+    });
 }
