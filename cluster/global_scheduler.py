@@ -29,6 +29,8 @@ NAMESPACE = "pagedray"
 CALL_TIMEOUT = 10.0  # seconds for a call that should take a millisecond
 _POLL_SECONDS = 2.0
 _APPLICATION_CHECK_SECONDS = 3.0
+_WATCH_SECONDS = 1.0
+SILENCE_SECONDS = 10.0  # a group reports twice a second; after this long without, it is taken for dead
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +89,13 @@ class GlobalScheduler:
         self.dispatcher = Dispatcher()
         self.groups: dict[str, GroupInfo] = {}
         self.reports: dict[str, SchedulerStats] = {}
+        self.last_heard: dict[str, float] = {}  # group id -> when it last reported
         self.ingress_of: dict[str, str] = {}  # request id -> ingress id
         self.news: dict[str, list[Any]] = {}  # ingress id -> [assigned, failed]
         self.wakers: dict[str, asyncio.Event] = {}
         self._tasks: set[asyncio.Task] = set()
         self._spawn(self._leave_with_application())
-        self._spawn(self._expire_for_ever())
+        self._spawn(self._watch_for_ever())
 
     # -- what ingresses call ------------------------------------------------------------------------------------------
 
@@ -150,6 +153,7 @@ class GlobalScheduler:
 
     async def register_group(self, info: GroupInfo) -> None:
         self.groups[info.group_id] = info
+        self.last_heard[info.group_id] = time.monotonic()
         self.ingress_of.update((request.request_id, ingress_id) for ingress_id, request in info.requests)
         running = [request for _, request in info.requests]
         self.dispatcher.add_group(info.group_id, info.model, info.window, time.monotonic(), running)
@@ -163,6 +167,7 @@ class GlobalScheduler:
         if report.group_id not in self.groups:
             return False
         self.reports[report.group_id] = report.stats
+        self.last_heard[report.group_id] = time.monotonic()
         for request_id in report.finished:
             self.ingress_of.pop(request_id, None)
         self.dispatcher.finished(report.finished)
@@ -173,6 +178,7 @@ class GlobalScheduler:
         """A group leaves or was found dead. What it held fails with a retriable error."""
         info = self.groups.pop(group_id, None)
         self.reports.pop(group_id, None)
+        self.last_heard.pop(group_id, None)
         if info is None:
             return
         for request_id in self.dispatcher.remove_group(group_id):
@@ -200,10 +206,15 @@ class GlobalScheduler:
             logger.warning("group %s does not answer %s: %r", group_id, method, error)
             await self.remove_group(group_id)
 
-    async def _expire_for_ever(self) -> None:
+    async def _watch_for_ever(self) -> None:
+        """Give up groups that have fallen silent, and requests that have waited too long."""
         while True:
-            await asyncio.sleep(1.0)
-            for request_id in self.dispatcher.expire(time.monotonic() - self.max_queue_seconds):
+            await asyncio.sleep(_WATCH_SECONDS)
+            now = time.monotonic()
+            for group_id in [g for g, heard in self.last_heard.items() if now - heard > SILENCE_SECONDS]:
+                logger.warning("group %s has been silent for %.0f s", group_id, SILENCE_SECONDS)
+                await self.remove_group(group_id)
+            for request_id in self.dispatcher.expire(now - self.max_queue_seconds):
                 error = EngineDead(f"no worker group could take the request within {self.max_queue_seconds:g} s")
                 self._tell(self.ingress_of.pop(request_id), failed=(request_id, error))
 

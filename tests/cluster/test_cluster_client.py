@@ -6,7 +6,7 @@ import pytest
 import ray
 
 from pagedray.cluster.cluster_client import ClusterClient
-from pagedray.cluster.global_scheduler import GlobalScheduler, GroupInfo, GroupReport
+from pagedray.cluster.global_scheduler import SILENCE_SECONDS, GlobalScheduler, GroupInfo, GroupReport
 from pagedray.cluster.token_stream import ABANDONED_SECONDS, Outbox, TokenFrame
 from pagedray.scheduler.errors import EngineDead, InvalidRequest, Overloaded
 from pagedray.scheduler.request import Request, SamplingParams, SequenceOutput
@@ -240,9 +240,27 @@ def test_a_queue_without_a_group_is_given_up_after_a_while():
     async def test():
         cluster = Cluster()
         cluster.scheduler.max_queue_seconds = 0.0
-        watch = asyncio.create_task(cluster.scheduler._expire_for_ever())
+        watch = asyncio.create_task(cluster.scheduler._watch_for_ever())
         with pytest.raises(EngineDead, match="no worker group"):
             await collect(cluster.client, request("r"))
+        watch.cancel()
+
+    run(test)
+
+
+def test_a_group_that_falls_silent_is_given_up():
+    async def test():
+        cluster = Cluster()
+        await cluster.add_group(FakeLeader(hold=True))
+        watch = asyncio.create_task(cluster.scheduler._watch_for_ever())
+        answer = asyncio.create_task(collect(cluster.client, request("r")))
+        await asyncio.sleep(0.02)
+        cluster.scheduler.last_heard["g1"] -= SILENCE_SECONDS
+        waiting = asyncio.create_task(cluster.scheduler.assignments(cluster.client.ingress_id))
+        news = await waiting
+        assert [request_id for request_id, _ in news.failed] == ["r"]
+        assert (await cluster.scheduler.stats()).groups == ()
+        answer.cancel()
         watch.cancel()
 
     run(test)
