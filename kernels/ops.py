@@ -10,22 +10,26 @@ said, one dtype, fp32 or bf16. A native kernel that is handed something else rai
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, dtype
 
 from . import reference
-from .reference import AttentionMetadata, PackedLinear
+from .reference import AttentionMetadata, DecoderLayer, DecoderStack, PackedLinear
 
 __all__ = [
     "AttentionMetadata",
+    "DecoderLayer",
+    "DecoderStack",
     "PackedLinear",
     "add_rms_norm",
+    "decoder",
     "embedding",
     "greedy",
     "linear",
     "log_probs",
+    "pack_decoder",
     "pack_linear",
     "paged_attention",
     "rms_norm",
@@ -133,6 +137,35 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: Atten
 def silu_and_mul(x: Tensor) -> Tensor:
     """gate / (1 + exp(-gate)) * up, for x [T, 2 I] = gate, up -> [T, I] (SwiGLU, Shazeer 2020)."""
     return _table(x.device.type)["silu_and_mul"](x)
+
+
+def pack_decoder(
+    layers: Sequence[DecoderLayer],
+    final_norm: Tensor,
+    cos_sin: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    eps: float,
+) -> DecoderStack:
+    """A whole decoder, but for embedding and head, in the form that `decoder` wants. Once, at load."""
+    pack = _table(final_norm.device.type)["pack_decoder"]
+    return pack(layers, final_norm, cos_sin, num_heads, num_kv_heads, head_dim, eps)
+
+
+def decoder(
+    stack: DecoderStack,
+    embeddings: Tensor,
+    positions: Tensor,
+    kv_caches: Sequence[tuple[Tensor, Tensor]],
+    metadata: AttentionMetadata,
+) -> Tensor:
+    """All layers over a mixed batch: the operations above in the order of a pre-norm decoder (Llama, Touvron 2023).
+
+    embeddings [T, hidden], which may be overwritten; positions int64 [T]; kv_caches: K and V of each layer. Returns the
+    hidden states after the final norm, [T, hidden]. Bit for bit what the single operations of the backend give.
+    """
+    return _table(embeddings.device.type)["decoder"](stack, embeddings, positions, kv_caches, metadata)
 
 
 def greedy(logits: Tensor) -> Tensor:

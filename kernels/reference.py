@@ -3,7 +3,9 @@
 Written for reading, not for speed. Arithmetic is fp32 whatever the dtype of the tensors; results are rounded once.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +40,32 @@ class PackedLinear:
     out_features: int
     in_features: int
     dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer of a Llama-like decoder. Rows of qkv: all q heads, all k heads, all v heads; of gate_up: gate, up."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: PackedLinear
+    o: PackedLinear
+    post_attention_norm: Tensor  # [hidden]
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderStack:
+    """Layers in the form the backend wants, and what they share. Opaque, as `PackedLinear`."""
+
+    layers: tuple[DecoderLayer, ...]
+    final_norm: Tensor  # [hidden]
+    cos_sin: Tensor  # fp32 [max_position, rotary_dim]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    native: Any = None  # the backend's own form, if it has one
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
@@ -118,6 +146,41 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: Atten
 def silu_and_mul(x: Tensor) -> Tensor:
     gate, up = x.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(x.dtype)
+
+
+def pack_decoder(
+    layers: Sequence[DecoderLayer],
+    final_norm: Tensor,
+    cos_sin: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    eps: float,
+) -> DecoderStack:
+    return DecoderStack(tuple(layers), final_norm, cos_sin, num_heads, num_kv_heads, head_dim, eps)
+
+
+def decoder(
+    stack: DecoderStack,
+    embeddings: Tensor,
+    positions: Tensor,
+    kv_caches: Sequence[tuple[Tensor, Tensor]],
+    metadata: AttentionMetadata,
+) -> Tensor:
+    heads = (stack.num_heads, stack.num_kv_heads, stack.num_kv_heads)
+    residual = embeddings
+    x = rms_norm(residual, stack.layers[0].input_norm, stack.eps)
+    next_norms = [*(layer.input_norm for layer in stack.layers[1:]), stack.final_norm]
+    for layer, (k_cache, v_cache), next_norm in zip(stack.layers, kv_caches, next_norms, strict=True):
+        qkv = linear(x, layer.qkv).unflatten(-1, (sum(heads), stack.head_dim))
+        q, k, v = qkv.split(heads, dim=1)  # views
+        rotary_and_cache(q, k, v, positions, stack.cos_sin, metadata.slot_mapping, k_cache, v_cache)
+        attended = paged_attention(q, k_cache, v_cache, metadata, stack.head_dim**-0.5)
+        x = linear(attended.flatten(1), layer.o)
+        x, residual = add_rms_norm(x, residual, layer.post_attention_norm, stack.eps)
+        x = linear(silu_and_mul(linear(x, layer.gate_up)), layer.down)
+        x, residual = add_rms_norm(x, residual, next_norm, stack.eps)
+    return x
 
 
 def greedy(logits: Tensor) -> Tensor:

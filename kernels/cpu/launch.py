@@ -4,13 +4,13 @@ import contextlib
 import ctypes
 import mmap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..reference import AttentionMetadata, PackedLinear
+from ..reference import AttentionMetadata, DecoderLayer, DecoderStack, PackedLinear
 from .library import NativeLibrary
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -23,6 +23,11 @@ _SIGNATURES: dict[str, list[Any]] = {
     "pagedray_silu_and_mul": [_INT32, *[_POINTER] * 2, *[_INT64] * 3, _INT32],
     "pagedray_rotary_and_cache": [_INT32, *[_POINTER] * 8, *[_INT64] * 9, _INT32],
     "pagedray_paged_attention": [_INT32, *[_POINTER] * 7, *[_INT64] * 7, _FLOAT, _INT32],
+    "pagedray_decoder_layers": [
+        *[_INT32, *[_POINTER] * 5, _INT64, *[_POINTER] * 9],
+        *[_FLOAT] * 2,
+        _INT32,
+    ],
     "pagedray_pack_linear": [_INT32, *[_POINTER] * 2, *[_INT64] * 3, _INT32],
     "pagedray_linear": [*[_INT32] * 2, *[_POINTER] * 4, *[_INT64] * 4, _INT32],
     "pagedray_greedy": [*[_POINTER] * 2, *[_INT64] * 3, _INT32],
@@ -214,23 +219,8 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
             q,
         )
         _check_caches("paged_attention", head_dim, k_cache, v_cache)
-        starts, lengths, tables = metadata.query_start_loc, metadata.seq_lens, metadata.block_tables
+        starts, lengths, tables = _check_metadata("paged_attention", metadata, block_size)
         sequences = lengths.shape[0]
-        _check(
-            starts.dtype == lengths.dtype == tables.dtype == torch.int32
-            and starts.shape == (sequences + 1,)
-            and tables.shape[0] == sequences
-            and starts.is_contiguous()
-            and lengths.is_contiguous()
-            and tables.is_contiguous()
-            and metadata.max_seq_len <= tables.shape[1] * block_size,
-            "paged_attention",
-            "query_start_loc [B + 1], seq_lens [B] and block_tables [B, max_blocks] int32, contiguous, wide enough for "
-            f"max_seq_len {metadata.max_seq_len}",
-            starts,
-            lengths,
-            tables,
-        )
         out = q.new_empty(tokens, num_heads, head_dim)
         functions["paged_attention"](
             dtype,
@@ -252,6 +242,103 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
             threads(),
         )
         return out
+
+    def pack_decoder(
+        layers: Sequence[DecoderLayer],
+        final_norm: Tensor,
+        cos_sin: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+    ) -> DecoderStack:
+        (hidden,), qkv = final_norm.shape, (num_heads + 2 * num_kv_heads) * head_dim
+        intermediate = layers[0].down.in_features
+        _check(
+            cos_sin.dtype == torch.float32 and cos_sin.is_contiguous() and cos_sin.shape[1] <= head_dim,
+            "pack_decoder",
+            f"cos_sin float32 [max_position, at most {head_dim}], contiguous",
+            cos_sin,
+        )
+        pointers: list[int | None] = []
+        for layer in layers:
+            linears = (layer.qkv, layer.o, layer.gate_up, layer.down)
+            shapes = ((qkv, hidden), (hidden, num_heads * head_dim), (2 * intermediate, hidden), (hidden, intermediate))
+            norms = (layer.input_norm, layer.post_attention_norm)
+            _dtype("pack_decoder", final_norm, *norms, *(linear.data for linear in linears))
+            _check(
+                all((p.out_features, p.in_features) == shape for p, shape in zip(linears, shapes, strict=True))
+                and all(n.shape == (hidden,) and n.is_contiguous() for n in norms),
+                "pack_decoder",
+                f"norms [{hidden}], linears of {shapes}",
+                *norms,
+            )
+            pointers += [n.data_ptr() for n in norms]
+            for linear in linears:
+                pointers += [linear.data.data_ptr(), None if linear.bias is None else linear.bias.data_ptr()]
+        table = (_POINTER * len(pointers))(*pointers)
+        return DecoderStack(tuple(layers), final_norm, cos_sin, num_heads, num_kv_heads, head_dim, eps, table)
+
+    def decoder(
+        stack: DecoderStack,
+        embeddings: Tensor,
+        positions: Tensor,
+        kv_caches: Sequence[tuple[Tensor, Tensor]],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        caches = [cache for pair in kv_caches for cache in pair]
+        dtype = _dtype("decoder", embeddings, stack.final_norm, *caches)
+        tokens, hidden = embeddings.shape
+        slots, num_layers, intermediate = metadata.slot_mapping, len(stack.layers), stack.layers[0].down.in_features
+        _check(
+            embeddings.is_contiguous()
+            and stack.final_norm.shape == (hidden,)
+            and positions.dtype == slots.dtype == torch.int64
+            and positions.shape == slots.shape == (tokens,)
+            and positions.is_contiguous()
+            and slots.is_contiguous()
+            and metadata.max_seq_len <= stack.cos_sin.shape[0]
+            and len(kv_caches) == num_layers,
+            "decoder",
+            f"embeddings [T, {stack.final_norm.shape[0]}], positions and slot_mapping int64 [T], contiguous, a pair of "
+            f"caches for each of {num_layers} layers, max_seq_len {metadata.max_seq_len} within cos_sin",
+            embeddings,
+            positions,
+            slots,
+        )
+        for k_cache, v_cache in kv_caches:
+            _check_caches("decoder", stack.head_dim, k_cache, v_cache)
+        num_kv_heads, block_size = caches[0].shape[1:3]
+        _check(num_kv_heads == stack.num_kv_heads, "decoder", f"caches of {stack.num_kv_heads} heads", caches[0])
+        starts, lengths, tables = _check_metadata("decoder", metadata, block_size)
+        heads = stack.num_heads * stack.head_dim
+        qkv = heads + 2 * num_kv_heads * stack.head_dim
+        x = torch.empty_like(embeddings)
+        wide = embeddings.new_empty(tokens, max(qkv, 2 * intermediate))
+        narrow = embeddings.new_empty(tokens, max(heads, intermediate))
+        sizes = (tokens, hidden, intermediate, stack.num_heads, num_kv_heads, stack.head_dim, stack.cos_sin.shape[1])
+        functions["decoder_layers"](
+            dtype,
+            x.data_ptr(),
+            embeddings.data_ptr(),
+            wide.data_ptr(),
+            narrow.data_ptr(),
+            stack.native,
+            num_layers,
+            (_POINTER * len(caches))(*(cache.data_ptr() for cache in caches)),
+            stack.final_norm.data_ptr(),
+            positions.data_ptr(),
+            stack.cos_sin.data_ptr(),
+            slots.data_ptr(),
+            starts.data_ptr(),
+            lengths.data_ptr(),
+            tables.data_ptr(),
+            (_INT64 * 10)(*sizes, block_size, lengths.shape[0], tables.shape[1]),
+            stack.eps,
+            stack.head_dim**-0.5,
+            threads(),
+        )
+        return x
 
     def greedy(logits: Tensor) -> Tensor:
         _check(
@@ -303,6 +390,8 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
         "silu_and_mul": silu_and_mul,
         "rotary_and_cache": rotary_and_cache,
         "paged_attention": paged_attention,
+        "pack_decoder": pack_decoder,
+        "decoder": decoder,
         "greedy": greedy,
         "sample": sample,
     }
@@ -340,6 +429,27 @@ class _Arena:
             with contextlib.suppress(OSError):  # a kernel without them
                 chunk.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(chunk, dtype=torch.uint8)  # keeps the mapping
+
+
+def _check_metadata(operation: str, metadata: AttentionMetadata, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    starts, lengths, tables = metadata.query_start_loc, metadata.seq_lens, metadata.block_tables
+    sequences = lengths.shape[0]
+    _check(
+        starts.dtype == lengths.dtype == tables.dtype == torch.int32
+        and starts.shape == (sequences + 1,)
+        and tables.shape[0] == sequences
+        and starts.is_contiguous()
+        and lengths.is_contiguous()
+        and tables.is_contiguous()
+        and metadata.max_seq_len <= tables.shape[1] * block_size,
+        operation,
+        "query_start_loc [B + 1], seq_lens [B] and block_tables [B, max_blocks] int32, contiguous, wide enough for "
+        f"max_seq_len {metadata.max_seq_len}",
+        starts,
+        lengths,
+        tables,
+    )
+    return starts, lengths, tables
 
 
 def _check_caches(operation: str, head_dim: int, k_cache: Tensor, v_cache: Tensor) -> None:

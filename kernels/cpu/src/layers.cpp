@@ -1,0 +1,80 @@
+// A stack of decoder layers in one call, made of the other operations:
+//     x = norm(h);  for each layer:  x = o(attention(rotary(qkv(x))));  h += x;  x = down(silu_and_mul(gate_up(norm(h))));
+//     h += x;  x = norm(h) with the next layer's weight, in the end with the final one
+// What it saves is the way from Python to each of them and back, which is a third of a small model's decode step.
+#include "simd.h"
+
+extern "C" {
+void pagedray_rms_norm(int32_t, void*, const void*, const void*, int64_t, int64_t, int64_t, float, int32_t);
+void pagedray_add_rms_norm(int32_t, void*, void*, const void*, const void*, const void*, int64_t, int64_t, int64_t,
+                           int64_t, float, int32_t);
+void pagedray_linear(int32_t, int32_t, void*, const void*, const void*, const void*, int64_t, int64_t, int64_t,
+                     int64_t, int32_t);
+void pagedray_silu_and_mul(int32_t, void*, const void*, int64_t, int64_t, int64_t, int32_t);
+void pagedray_rotary_and_cache(int32_t, void*, const void*, const void*, const int64_t*, const float*, const int64_t*,
+                               void*, void*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                               int64_t, int32_t);
+void pagedray_paged_attention(int32_t, void*, const void*, const void*, const void*, const int32_t*, const int32_t*,
+                              const int32_t*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float,
+                              int32_t);
+}
+
+namespace pagedray {
+
+struct Linear {
+    const void *weight, *bias;
+};
+
+struct Layer {
+    const void *input_norm, *post_attention_norm;
+    Linear qkv, o, gate_up, down;
+};
+
+struct Sizes {
+    int64_t tokens, hidden, intermediate, num_heads, num_kv_heads, head_dim, rotary_dim, block_size, sequences,
+        max_blocks;
+};
+
+}  // namespace pagedray
+
+using namespace pagedray;
+
+// `residual` [tokens, hidden] comes in as the embeddings; `x` [tokens, hidden] goes out as the normed hidden states. `wide`
+// is scratch for [tokens, max(qkv, 2 intermediate)], `narrow` for [tokens, max(num_heads head_dim, intermediate)].
+// `caches` holds each layer's K and V.
+PAGEDRAY_API void pagedray_decoder_layers(int32_t dtype, void* x, void* residual, void* wide, void* narrow,
+                                          const Layer* layers, int64_t num_layers, void* const* caches,
+                                          const void* final_norm, const int64_t* positions, const float* cos_sin,
+                                          const int64_t* slots, const int32_t* query_start_loc, const int32_t* seq_lens,
+                                          const int32_t* block_tables, const Sizes* sizes, float eps, float scale,
+                                          int32_t threads) {
+    const auto& [tokens, hidden, intermediate, num_heads, num_kv_heads, head_dim, rotary_dim, block_size, sequences,
+                 max_blocks] = *sizes;
+    const int64_t heads = num_heads * head_dim, kv_heads = num_kv_heads * head_dim, qkv = heads + 2 * kv_heads;
+    const int64_t element = dtype == BFLOAT16 ? sizeof(bf16) : sizeof(float);
+    const auto linear = [&](void* out, const void* in, const Linear& l, int64_t n, int64_t k) {
+        pagedray_linear(dtype, dtype, out, in, l.weight, l.bias, tokens, n, k, k, threads);
+    };
+    char* const q = static_cast<char*>(wide);
+    char* const k = q + heads * element;
+    char* const v = k + kv_heads * element;
+
+    pagedray_rms_norm(dtype, x, residual, layers[0].input_norm, tokens, hidden, hidden, eps, threads);
+    for (int64_t l = 0; l < num_layers; l++) {
+        const Layer& layer = layers[l];
+        void *k_cache = caches[2 * l], *v_cache = caches[2 * l + 1];
+        linear(wide, x, layer.qkv, qkv, hidden);
+        pagedray_rotary_and_cache(dtype, q, k, v, positions, cos_sin, slots, k_cache, v_cache, tokens, qkv, qkv, qkv,
+                                  num_heads, num_kv_heads, head_dim, rotary_dim, block_size, threads);
+        pagedray_paged_attention(dtype, narrow, q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, sequences,
+                                 max_blocks, qkv, num_heads, num_kv_heads, head_dim, block_size, scale, threads);
+        linear(x, narrow, layer.o, hidden, heads);
+        pagedray_add_rms_norm(dtype, x, residual, x, residual, layer.post_attention_norm, tokens, hidden, hidden,
+                              hidden, eps, threads);
+        linear(wide, x, layer.gate_up, 2 * intermediate, hidden);
+        pagedray_silu_and_mul(dtype, narrow, wide, tokens, intermediate, 2 * intermediate, threads);
+        linear(x, narrow, layer.down, hidden, intermediate);
+        const void* next_norm = l + 1 < num_layers ? layers[l + 1].input_norm : final_norm;
+        pagedray_add_rms_norm(dtype, x, residual, x, residual, next_norm, tokens, hidden, hidden, hidden, eps, threads);
+    }
+}
