@@ -27,7 +27,7 @@ class _Stream:
         self.request = request
         self.news: asyncio.Queue[SequenceOutput | PagedRayError] = asyncio.Queue()
         self.group_id: str | None = None
-        self.submitted = False
+        self.epoch: str | None = None  # of the scheduler that has it
 
 
 class ClusterClient:
@@ -40,7 +40,7 @@ class ClusterClient:
     def __init__(self, scheduler: ActorHandle):
         self.scheduler = scheduler
         self.ingress_id = uuid.uuid4().hex
-        self._epoch = ""
+        self._seen = ("", 0)  # the scheduler's epoch, and the number of its last news that came here
         self._streams: dict[str, _Stream] = {}
         self._leaders: dict[str, ActorHandle] = {}
         self._readers: dict[str, asyncio.Task] = {}  # by group id
@@ -72,8 +72,7 @@ class ClusterClient:
             if stream in self._to_submit:
                 self._to_submit.remove(stream)
             elif not done:
-                self._to_cancel.append(request.request_id)
-                self._canceller = self._running(self._canceller, self._cancel)
+                self._abandon(request.request_id)
 
     async def stats(self) -> ClusterStats:
         return await self._call("stats")
@@ -92,23 +91,26 @@ class ClusterClient:
         while self._to_submit:
             batch, self._to_submit = self._to_submit, []
             try:
-                self._take(await self._call("submit", self.ingress_id, [s.request for s in batch]))
+                await self._submit_batch(batch)
             except PagedRayError as error:
                 for stream in batch:
                     stream.news.put_nowait(error)
-                continue
-            for stream in batch:
-                stream.submitted = True
             if self._unassigned():
                 self._waiter = self._running(self._waiter, self._wait_for_assignments)
 
+    async def _submit_batch(self, batch: list[_Stream]) -> None:
+        news = await self._call("submit", self.ingress_id, [s.request for s in batch], self._seen)
+        for stream in batch:
+            stream.epoch = news.epoch
+        self._take(news)
+
     async def _wait_for_assignments(self) -> None:
-        while waiting := self._unassigned():
-            epoch = self._epoch
+        while self._unassigned():
             try:
-                self._take(await self._call("assignments", self.ingress_id))
-                if self._epoch != epoch:  # the scheduler restarted and does not know them
-                    self._take(await self._call("submit", self.ingress_id, [s.request for s in waiting]))
+                news = await self._call("assignments", self.ingress_id, self._seen)
+                self._take(news)
+                if unknown := [s for s in self._unassigned() if s.epoch != news.epoch]:
+                    await self._submit_batch(unknown)  # the scheduler restarted
             except PagedRayError as error:
                 for stream in self._unassigned():
                     stream.news.put_nowait(error)
@@ -140,14 +142,18 @@ class ClusterClient:
                 await self._call("remove_group", group_id)
                 return
             for output in frame.outputs:
-                self._put(output.request_id, output)
+                stream = self._streams.get(output.request_id)
+                if stream is not None and stream.group_id == group_id:
+                    stream.news.put_nowait(output)
+                elif stream is None and output.finish_reason is None:
+                    self._abandon(output.request_id)  # its end, or the first word of it, got lost on the way
             for request_id, failure in frame.failures:
                 self._put(request_id, failure)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _take(self, assignments: Assignments) -> None:
-        self._epoch = assignments.epoch
+        self._seen = assignments.epoch, assignments.number
         self._leaders.update(assignments.groups)
         for request_id, group_id in assignments.assigned:
             stream = self._streams.get(request_id)
@@ -165,8 +171,13 @@ class ClusterClient:
         if stream is not None:
             stream.news.put_nowait(news)
 
+    def _abandon(self, request_id: str) -> None:
+        if request_id not in self._to_cancel:
+            self._to_cancel.append(request_id)
+        self._canceller = self._running(self._canceller, self._cancel)
+
     def _unassigned(self) -> list[_Stream]:
-        return [s for s in self._streams.values() if s.submitted and s.group_id is None]
+        return [s for s in self._streams.values() if s.epoch is not None and s.group_id is None]
 
     async def _call(self, method: str, *args: Any) -> Any:
         """Call the global scheduler. While it restarts, try again; after `_SCHEDULER_PATIENCE` raise `EngineDead`."""

@@ -30,6 +30,7 @@ CALL_TIMEOUT = 10.0  # seconds for a call that should take a millisecond
 _POLL_SECONDS = 2.0
 _APPLICATION_CHECK_SECONDS = 3.0
 _WATCH_SECONDS = 1.0
+_KEEP_NEWS_SECONDS = 60.0  # for an ingress that does not ask
 SILENCE_SECONDS = 10.0  # a group reports twice a second; after this long without, it is taken for dead
 
 
@@ -37,13 +38,23 @@ SILENCE_SECONDS = 10.0  # a group reports twice a second; after this long withou
 class Assignments:
     """What became of an ingress's requests since it last asked.
 
-    `groups` holds the handles of leaders named here; `epoch` changes when the scheduler restarts and forgets.
+    It is told again until the ingress has acknowledged `number`, so a lost answer loses nothing. `groups` holds the
+    handles of leaders named here; `epoch` changes when the scheduler restarts and forgets.
     """
 
     epoch: str
+    number: int  # of the last piece of news
     assigned: tuple[tuple[str, str], ...] = ()  # request id, group id
     failed: tuple[tuple[str, PagedRayError], ...] = ()
     groups: tuple[tuple[str, ActorHandle], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _News:
+    number: int
+    request_id: str
+    group_id: str | None  # where it was assigned
+    error: PagedRayError | None  # or why it failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +101,10 @@ class GlobalScheduler:
         self.groups: dict[str, GroupInfo] = {}
         self.reports: dict[str, SchedulerStats] = {}
         self.last_heard: dict[str, float] = {}  # group id -> when it last reported
+        self.last_asked: dict[str, float] = {}  # ingress id -> when it last asked for news
         self.ingress_of: dict[str, str] = {}  # request id -> ingress id
-        self.news: dict[str, list[Any]] = {}  # ingress id -> [assigned, failed]
+        self.news: dict[str, list[_News]] = {}  # by ingress id: what it has not acknowledged
+        self.num_news = 0
         self.wakers: dict[str, asyncio.Event] = {}
         self._tasks: set[asyncio.Task] = set()
         self._spawn(self._leave_with_application())
@@ -104,31 +117,34 @@ class GlobalScheduler:
         self.dispatcher.max_queued_requests = options.max_queued_requests
         self.max_queue_seconds = options.max_queue_seconds
 
-    async def submit(self, ingress_id: str, requests: Sequence[Request]) -> Assignments:
+    async def submit(self, ingress_id: str, requests: Sequence[Request], seen: tuple[str, int]) -> Assignments:
         """Queue requests; answer with what could be decided at once. The rest comes by `assignments`.
 
-        May be repeated: a request that is known is not queued again, its assignment is told again.
+        `seen` is the epoch and number of the last news the ingress has. May be repeated: a request that is known is not
+        queued again, its assignment is told again.
         """
         for request in requests:
             try:
                 self.dispatcher.submit(request, time.monotonic())
                 self.ingress_of[request.request_id] = ingress_id
             except PagedRayError as error:
-                self._tell(ingress_id, failed=(request.request_id, error))
+                self._tell(ingress_id, request.request_id, error=error)
             group_id = self.dispatcher.group_of(request.request_id)
             if group_id is not None:
-                self._tell(ingress_id, assigned=(request.request_id, group_id))
+                self._tell(ingress_id, request.request_id, group_id)
         self._dispatch()
-        return self._take_news(ingress_id)
+        return self._take_news(ingress_id, seen)
 
-    async def assignments(self, ingress_id: str) -> Assignments:
+    async def assignments(self, ingress_id: str, seen: tuple[str, int]) -> Assignments:
         """Wait for news of queued requests, a few seconds at most."""
-        waker = self.wakers.setdefault(ingress_id, asyncio.Event())
-        try:
-            await asyncio.wait_for(waker.wait(), _POLL_SECONDS)
-        except TimeoutError:
-            pass
-        return self._take_news(ingress_id)
+        self._forget_news(ingress_id, seen)
+        if not self.news.get(ingress_id):
+            waker = self.wakers[ingress_id] = asyncio.Event()
+            try:
+                await asyncio.wait_for(waker.wait(), _POLL_SECONDS)
+            except TimeoutError:
+                pass
+        return self._take_news(ingress_id, seen)
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
         """Forget requests that nobody waits for, and have their groups abort them."""
@@ -152,13 +168,17 @@ class GlobalScheduler:
     # -- what groups call ---------------------------------------------------------------------------------------------
 
     async def register_group(self, info: GroupInfo) -> None:
+        """A group joins. Of requests it brings along, those that another group has by now are aborted here."""
         self.groups[info.group_id] = info
         self.last_heard[info.group_id] = time.monotonic()
-        self.ingress_of.update((request.request_id, ingress_id) for ingress_id, request in info.requests)
         running = [request for _, request in info.requests]
-        self.dispatcher.add_group(info.group_id, info.model, info.window, time.monotonic(), running)
+        elsewhere = self.dispatcher.add_group(info.group_id, info.model, info.window, time.monotonic(), running)
         for ingress_id, request in info.requests:
-            self._tell(ingress_id, assigned=(request.request_id, info.group_id))
+            if request.request_id not in elsewhere:
+                self.ingress_of[request.request_id] = ingress_id
+                self._tell(ingress_id, request.request_id, info.group_id)
+        if elsewhere:
+            self._spawn(self._call_leader(info.group_id, "abort", elsewhere))
         logger.info("group %s of %s registered", info.group_id, info.model)
         self._dispatch()
 
@@ -185,7 +205,7 @@ class GlobalScheduler:
             ingress_id = self.ingress_of.pop(request_id, None)
             if ingress_id:
                 error = EngineDead("the worker group that held this request is gone; send it again")
-                self._tell(ingress_id, failed=(request_id, error))
+                self._tell(ingress_id, request_id, error=error)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -193,7 +213,7 @@ class GlobalScheduler:
         for group_id, requests in self.dispatcher.dispatch().items():
             batch = [(self.ingress_of[r.request_id], r) for r in requests]
             for ingress_id, request in batch:
-                self._tell(ingress_id, assigned=(request.request_id, group_id))
+                self._tell(ingress_id, request.request_id, group_id)
             self._spawn(self._call_leader(group_id, "add_requests", batch))
 
     async def _call_leader(self, group_id: str, method: str, argument: Any) -> None:
@@ -214,25 +234,36 @@ class GlobalScheduler:
             for group_id in [g for g, heard in self.last_heard.items() if now - heard > SILENCE_SECONDS]:
                 logger.warning("group %s has been silent for %.0f s", group_id, SILENCE_SECONDS)
                 await self.remove_group(group_id)
+            for ingress_id in [i for i, asked in self.last_asked.items() if now - asked > _KEEP_NEWS_SECONDS]:
+                del self.last_asked[ingress_id]
+                self.news.pop(ingress_id, None)
             for request_id in self.dispatcher.expire(now - self.max_queue_seconds):
                 error = EngineDead(f"no worker group could take the request within {self.max_queue_seconds:g} s")
-                self._tell(self.ingress_of.pop(request_id), failed=(request_id, error))
+                self._tell(self.ingress_of.pop(request_id), request_id, error=error)
 
-    def _tell(self, ingress_id: str, assigned: Any = None, failed: Any = None) -> None:
-        news = self.news.setdefault(ingress_id, [[], []])
-        if assigned:
-            news[0].append(assigned)
-        if failed:
-            news[1].append(failed)
-        self.wakers.setdefault(ingress_id, asyncio.Event()).set()
+    def _tell(
+        self, ingress_id: str, request_id: str, group_id: str | None = None, error: PagedRayError | None = None
+    ) -> None:
+        self.num_news += 1
+        self.news.setdefault(ingress_id, []).append(_News(self.num_news, request_id, group_id, error))
+        waker = self.wakers.pop(ingress_id, None)
+        if waker is not None:
+            waker.set()
 
-    def _take_news(self, ingress_id: str) -> Assignments:
-        assigned, failed = self.news.pop(ingress_id, ((), ()))
-        waker = self.wakers.get(ingress_id)
-        if waker:
-            waker.clear()
+    def _forget_news(self, ingress_id: str, seen: tuple[str, int]) -> None:
+        self.last_asked[ingress_id] = time.monotonic()
+        epoch, number = seen
+        if epoch == self.epoch and ingress_id in self.news:
+            self.news[ingress_id] = [n for n in self.news[ingress_id] if n.number > number]
+
+    def _take_news(self, ingress_id: str, seen: tuple[str, int]) -> Assignments:
+        self._forget_news(ingress_id, seen)
+        news = self.news.get(ingress_id, [])
+        assigned = tuple((n.request_id, n.group_id) for n in news if n.group_id is not None)
+        failed = tuple((n.request_id, n.error) for n in news if n.error is not None)
         named = {group_id for _, group_id in assigned} & self.groups.keys()
-        return Assignments(self.epoch, tuple(assigned), tuple(failed), tuple((g, self.groups[g].leader) for g in named))
+        leaders = tuple((g, self.groups[g].leader) for g in named)
+        return Assignments(self.epoch, self.num_news, assigned, failed, leaders)
 
     def _spawn(self, coroutine: Any) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -262,5 +293,6 @@ def connect(application: str) -> ActorHandle:
         get_if_exists=True,
         max_restarts=-1,
         max_concurrency=10_000,  # every ingress has a call open
+        scheduling_strategy="DEFAULT",  # not in the placement group of whoever asks: it would die with it
         num_cpus=0,
     ).remote(application)

@@ -16,7 +16,7 @@ from ..workers.checkpoint.load import open_checkpoint
 from . import global_scheduler
 from .cluster_client import ClusterClient
 from .config import ApplicationConfig, ModelDeployment
-from .global_scheduler import CALL_TIMEOUT, ClusterStats
+from .global_scheduler import ClusterStats
 from .metrics import RequestMetrics
 from .openai.router import ServedModel, build_app
 from .text.tokenizer import Tokenizer
@@ -24,6 +24,7 @@ from .text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 _REFRESH_SECONDS = 2.0
+_PROBE_SECONDS = 3.0  # /health and /metrics answer in about this time, whatever has died
 
 
 class MeasuredEngine:
@@ -115,11 +116,17 @@ class Ingress:
 
     async def _health(self) -> None:
         """Raise where a model has no group that could answer now."""
-        self._take(await asyncio.wait_for(self.client.stats(), CALL_TIMEOUT))
+        try:
+            self._take(await asyncio.wait_for(self.client.stats(), _PROBE_SECONDS))
+        except TimeoutError:
+            raise EngineDead(f"the global scheduler has not answered within {_PROBE_SECONDS:g} s") from None
         missing = self.models.keys() - {g.model for g in self.cluster.groups}
         if missing:
             raise EngineDead(f"no worker group of {', '.join(sorted(missing))} is up")
 
     async def _render_metrics(self) -> bytes:
-        self._take(await asyncio.wait_for(self.client.stats(), CALL_TIMEOUT))
+        try:
+            self._take(await asyncio.wait_for(self.client.stats(), _PROBE_SECONDS))
+        except (PagedRayError, TimeoutError):
+            logger.warning("the global scheduler does not answer; /metrics shows the groups as they were")
         return self.metrics.render(self.cluster)

@@ -44,18 +44,28 @@ class Dispatcher:
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
-    def add_group(self, group_id: str, model: str, window: int, now: float, running: Iterable[Request] = ()) -> None:
-        """A group came up, or came back with requests it already has (after this scheduler restarted)."""
+    def add_group(
+        self, group_id: str, model: str, window: int, now: float, running: Iterable[Request] = ()
+    ) -> list[str]:
+        """A group came up, or came back with requests it already has (after this scheduler restarted).
+
+        Returns the ids of those that another group has by now: this one should drop them.
+        """
         self.remove_group(group_id)
         self._groups[group_id] = group = _Group(model, window)
+        elsewhere = []
         for request in running:
             entry = self._entries.get(request.request_id)
             if entry is None:
                 entry = self._entries[request.request_id] = self._entry(request, now)
             elif entry.group_id is None:
                 self._dequeue(entry)
+            else:
+                elsewhere.append(request.request_id)
+                continue
             entry.group_id = group_id
             group.outstanding[request.request_id] = entry.key
+        return elsewhere
 
     def has_group(self, group_id: str) -> bool:
         return group_id in self._groups

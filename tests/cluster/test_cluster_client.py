@@ -224,6 +224,27 @@ def test_queued_requests_survive_the_scheduler():
     run(test)
 
 
+def test_news_that_got_lost_on_the_way_comes_again():
+    async def test():
+        cluster = Cluster()
+        answer = asyncio.create_task(collect(cluster.client, request("r")))
+        await asyncio.sleep(0.02)
+        take_news, lost = cluster.scheduler._take_news, []
+
+        def lose_the_first(*args):
+            news = take_news(*args)
+            if news.assigned and not lost:
+                lost.append(news)
+                raise TimeoutError
+            return news
+
+        cluster.scheduler._take_news = lose_the_first
+        await cluster.add_group(FakeLeader())
+        assert await answer == [3, 2, 1] and lost
+
+    run(test)
+
+
 def test_running_streams_do_not_notice_the_scheduler_restart():
     async def test():
         cluster = Cluster()
@@ -256,8 +277,9 @@ def test_a_group_that_falls_silent_is_given_up():
         answer = asyncio.create_task(collect(cluster.client, request("r")))
         await asyncio.sleep(0.02)
         cluster.scheduler.last_heard["g1"] -= SILENCE_SECONDS
-        waiting = asyncio.create_task(cluster.scheduler.assignments(cluster.client.ingress_id))
-        news = await waiting
+        while cluster.scheduler.groups:
+            await asyncio.sleep(0.05)
+        news = await cluster.scheduler.assignments(cluster.client.ingress_id, ("", 0))
         assert [request_id for request_id, _ in news.failed] == ["r"]
         assert (await cluster.scheduler.stats()).groups == ()
         answer.cancel()

@@ -76,6 +76,16 @@ def test_a_group_that_registers_again_keeps_its_requests():
     d.check_integrity()
 
 
+def test_a_request_that_another_group_took_meanwhile_stays_there():
+    d = Dispatcher()
+    d.add_group("new", "m", window=8, now=0.0)
+    d.submit(request("resent"), 0.0)
+    d.dispatch()
+    assert d.add_group("old", "m", 8, 1.0, [request("resent"), request("own")]) == ["resent"]
+    assert (d.group_of("resent"), d.group_of("own")) == ("new", "old")
+    d.check_integrity()
+
+
 def test_what_waits_too_long_is_dropped():
     d = Dispatcher()
     d.submit(request("old"), 0.0)

@@ -1,0 +1,135 @@
+"""Processes of a real server die, one kind at a time: what a client sees, and that the next request is right."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.serve
+
+
+@pytest.fixture(scope="module")
+def server(start_server, demo_model):
+    return start_server(str(demo_model), "--served-model-name", "demo", "--max-model-len", "1024")
+
+
+def descendants(pid):
+    """Process ids and titles of everything that `pid` has started."""
+    parents, titles = {}, {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            titles[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+        except OSError:
+            pass
+    found, level = {}, {pid}
+    while level:
+        level = {p for p, parent in parents.items() if parent in level}
+        found |= {p: titles[p] for p in level}
+    return found
+
+
+def process_of(server, title):
+    (pid,) = (p for p, name in descendants(server.process.pid).items() if name.startswith(f"ray::{title}"))
+    return pid
+
+
+class Stream(threading.Thread):
+    """A streamed completion that notes what came."""
+
+    def __init__(self, server, max_tokens=300):
+        super().__init__(daemon=True)
+        self.server, self.max_tokens, self.text, self.began = server, max_tokens, "", threading.Event()
+        self.start()
+        assert self.began.wait(60)
+
+    def run(self):
+        body = {
+            "model": "demo",
+            "prompt": "One, two,",
+            "max_tokens": self.max_tokens,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        try:
+            with httpx.stream("POST", f"{self.server.url}/v1/completions", json=body, timeout=60) as answer:
+                for line in answer.iter_lines():
+                    self.text += line + "\n"
+                    self.began.set()
+        except httpx.TransportError:
+            self.text += "broken off"
+
+    def finish(self):
+        self.join(60)
+        assert not self.is_alive()
+        return self.text
+
+
+def answers_again(server, seconds):
+    """Ask until there is an answer; the time it took."""
+    began = time.monotonic()
+    while True:
+        body = {"model": "demo", "prompt": "The capital of France is", "max_tokens": 5, "temperature": 0}
+        try:
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=seconds)
+            if answer.status_code == 200:
+                assert "Paris" in answer.json()["choices"][0]["text"]
+                return time.monotonic() - began
+            assert answer.status_code in (500, 503), answer.text  # 500: Serve's own, while it has no ingress
+        except httpx.TransportError:
+            pass
+        assert time.monotonic() - began < seconds, "no answer"
+        time.sleep(0.2)
+
+
+def test_the_scheduler_dies_and_streams_do_not_notice(server):
+    stream = Stream(server)
+    os.kill(process_of(server, "GlobalScheduler"), signal.SIGKILL)
+    assert stream.finish().rstrip().endswith("data: [DONE]")
+    assert '"error"' not in stream.text
+    answers_again(server, 30)
+    server.wait_idle(10)
+
+
+def test_the_leader_dies_and_the_group_comes_back(server):
+    stream = Stream(server)
+    os.kill(process_of(server, "Leader"), signal.SIGKILL)
+    assert "send it again" in stream.finish()
+    deadline = time.monotonic() + 10
+    while httpx.get(f"{server.url}/health", timeout=10).status_code == 200:
+        assert time.monotonic() < deadline, "/health says all is well"
+        time.sleep(0.1)
+    answers_again(server, 60)
+    assert httpx.get(f"{server.url}/health", timeout=10).status_code == 200
+    server.wait_idle(10)
+
+
+def test_the_replica_dies_and_the_group_comes_back(server):
+    stream = Stream(server)
+    os.kill(process_of(server, "ServeReplica:pagedray:WorkerGroup"), signal.SIGKILL)
+    assert "send it again" in stream.finish()
+    answers_again(server, 60)
+    server.wait_idle(10)
+
+
+def test_the_ingress_dies_and_its_sequences_are_dropped(server):
+    stream = Stream(server, max_tokens=900)
+    os.kill(process_of(server, "ServeReplica:pagedray:Ingress"), signal.SIGKILL)
+    assert "[DONE]" not in stream.finish()
+    answers_again(server, 60)
+    server.wait_idle(40)
+
+
+def test_ctrl_c_leaves_nothing(start_server, demo_model):
+    server = start_server(str(demo_model), "--served-model-name", "demo", "--max-model-len", "1024")
+    stream = Stream(server, max_tokens=900)
+    pids = descendants(server.process.pid)
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(60) == 0
+    stream.join(30)
+    left = [name for pid, name in pids.items() if Path(f"/proc/{pid}").exists()]
+    assert not left
