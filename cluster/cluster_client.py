@@ -12,7 +12,7 @@ from ray.actor import ActorHandle
 from ..scheduler.errors import EngineDead, PagedRayError
 from ..scheduler.request import Request, SequenceOutput
 from .config import SchedulerOptions
-from .global_scheduler import CALL_TIMEOUT, Assignments, ClusterStats
+from .global_scheduler import CALL_TIMEOUT, Assignments, ClusterStats, group_gone
 from .token_stream import POLL_SECONDS, TokenFrame
 
 logger = logging.getLogger(__name__)
@@ -134,11 +134,9 @@ class ClusterClient:
             except (ray.exceptions.RayError, TimeoutError) as error:
                 logger.warning("group %s is lost: %r", group_id, error)
                 self._leaders.pop(group_id, None)
-                for request_id, stream in self._streams.items():
+                for stream in self._streams.values():
                     if stream.group_id == group_id:
-                        self._put(
-                            request_id, EngineDead("the worker group that held this request is gone; send it again")
-                        )
+                        stream.news.put_nowait(group_gone())
                 await self._call("remove_group", group_id)
                 return
             for output in frame.outputs:

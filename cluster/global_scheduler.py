@@ -90,6 +90,11 @@ class ClusterStats:
     groups: tuple[GroupStatus, ...]
 
 
+def group_gone() -> EngineDead:
+    """How a request ends whose group is lost."""
+    return EngineDead("the worker group that held this request is gone; send it again")
+
+
 class GlobalScheduler:
     """The actor's class. All methods run on one event loop, none of them waits while holding half-changed state."""
 
@@ -204,8 +209,7 @@ class GlobalScheduler:
         for request_id in self.dispatcher.remove_group(group_id):
             ingress_id = self.ingress_of.pop(request_id, None)
             if ingress_id:
-                error = EngineDead("the worker group that held this request is gone; send it again")
-                self._tell(ingress_id, request_id, error=error)
+                self._tell(ingress_id, request_id, error=group_gone())
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

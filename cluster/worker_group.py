@@ -20,9 +20,9 @@ from ray.actor import ActorHandle
 
 from ..scheduler.errors import EngineDead, PagedRayError
 from ..scheduler.request import Request, SequenceOutput
+from ..workers.checkpoint.load import Progress
 from ..workers.config import EngineConfig
 from ..workers.engine import Engine
-from ..workers.worker import Progress
 from . import global_scheduler
 from .global_scheduler import CALL_TIMEOUT, GroupInfo, GroupReport
 from .token_stream import Outbox, TokenFrame
@@ -30,7 +30,6 @@ from .token_stream import Outbox, TokenFrame
 logger = logging.getLogger(__name__)
 
 _REPORT_SECONDS = 0.5
-_SWITCH_SECONDS = 0.0002  # how long the engine's thread may wait for the event loop's at each of its many short calls
 _STUCK_SECONDS = 60.0  # a step that takes longer than this is taken for a hang
 
 
@@ -56,7 +55,6 @@ class Leader:
 
     async def load(self) -> None:
         """Load and warm up the model, then join the cluster."""
-        sys.setswitchinterval(_SWITCH_SECONDS)
         self.loop = asyncio.get_running_loop()
         self._wake_reporter = asyncio.Event()
         self._loaded: asyncio.Future[None] = self.loop.create_future()

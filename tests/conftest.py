@@ -51,3 +51,27 @@ def tiny_llama() -> Callable[..., Any]:
         return model.eval()
 
     return make
+
+
+@pytest.fixture(scope="session")
+def transformers_config() -> Callable[..., Any]:
+    """A function from our `ModelConfig`, with RoPE unscaled, to transformers' `LlamaConfig`; keywords are its own."""
+
+    def convert(config: Any, **settings: Any) -> Any:
+        from transformers import LlamaConfig
+
+        return LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_hidden_layers,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            max_position_embeddings=config.max_position_embeddings,
+            rms_norm_eps=config.rms_norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
+            tie_word_embeddings=config.tie_word_embeddings,
+            **settings,
+        )
+
+    return convert

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from ..scheduler.errors import InvalidRequest
 from ..scheduler.request import Request, SequenceOutput
 from ..scheduler.step import SchedulerStats, StepScheduler
+from .checkpoint.load import Progress
 from .config import EngineConfig
-from .worker import Progress, Worker
+from .worker import Worker
 
 
 class Engine:

@@ -2,21 +2,18 @@
 
 import logging
 import os
-from collections.abc import Callable
 
 import torch
 
 from ..scheduler.plan import NewSequence, ScheduledSequence, StepPlan, StepResult
 from ..scheduler.request import SamplingParams
 from . import kv_cache
-from .checkpoint.load import load_weights, open_checkpoint
+from .checkpoint.load import Progress, load_weights, open_checkpoint
 from .config import EngineConfig, ModelConfig
 from .model_runner import ModelRunner
 from .models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[int, int], None]  # called with (done, total) while weights load
 
 
 class Worker:

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import Response
 from starlette.types import Receive
 
-from ...scheduler.request import Request, TokenLogprobs
+from ...scheduler.request import TokenLogprobs
 from ..text.tokenizer import Tokenizer
 from .engine_client import EngineClient, ServedModel
 from .generation import Choice, Generation
@@ -26,18 +26,7 @@ async def chat_completions(
     call_id, created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
     prompt = await _prompt_token_ids(body, model)
     sampling = body.sampling(model, body.draw_seed(), len(prompt), "messages")
-    requests = [
-        Request(
-            f"{call_id}-{index}",
-            prompt,
-            sampling,
-            model=model.id,
-            index=index,
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
-        )
-        for index in range(sampling.n)
-    ]
+    requests = [body.request(call_id, index, prompt, sampling, model) for index in range(sampling.n)]
     generation = Generation(engine, model.tokenizer, requests, choices_per_prompt=sampling.n)
     want_logprobs = sampling.logprobs is not None
     if body.stream:

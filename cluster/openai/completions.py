@@ -62,17 +62,7 @@ async def _requests(body: CompletionRequest, model: ServedModel, call_id: str) -
             echo = prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt, sampling.skip_special_tokens)
         for _ in range(sampling.n):
             index = len(requests)  # over all prompts: equal prompts of a call draw differently
-            requests.append(
-                Request(
-                    f"{call_id}-{index}",
-                    ids,
-                    sampling,
-                    model=model.id,
-                    index=index,
-                    priority=body.priority or 0,
-                    cache_salt=body.cache_salt or "",
-                )
-            )
+            requests.append(body.request(call_id, index, ids, sampling, model))
             echoes.append(echo)
     return requests, echoes
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ...scheduler.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, PagedRayError
 from ...scheduler.names import nearest
-from ...scheduler.request import MAX_LOGPROBS, SamplingParams
+from ...scheduler.request import MAX_LOGPROBS, Request, SamplingParams
 from .engine_client import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -180,6 +180,20 @@ class GenerationRequest(BaseModel):
             seed=seed,
             logprobs=self.num_logprobs(),
             logit_bias=self._logit_bias(model),
+        )
+
+    def request(
+        self, call_id: str, index: int, prompt: tuple[int, ...], sampling: SamplingParams, model: ServedModel
+    ) -> Request:
+        """The engine's request for choice `index` of the call."""
+        return Request(
+            f"{call_id}-{index}",
+            prompt,
+            sampling,
+            model=model.id,
+            index=index,
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt or "",
         )
 
     def draw_seed(self) -> int:

@@ -10,7 +10,6 @@ the machine gives changes by the minute; medians and their ratios are printed.
 import argparse
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from itertools import count
 
 from pagedray import LLM, SamplingParams
 from pagedray.cluster import bench
+from pagedray.cluster.local_server import free_port
 from pagedray.scheduler.request import Request
 
 INPUT_LEN, OUTPUT_LEN = 128, 64
@@ -54,9 +54,7 @@ def http(url, prompts, concurrency):
 
 
 def start_server(model, home):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port("127.0.0.1", 0)
     flags = ["--served-model-name", "bench", "--port", str(port), "--max-model-len", "1024"]
     log = open(os.path.join(home, "log"), "w+")
     process = subprocess.Popen(

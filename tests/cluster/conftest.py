@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+
+from pagedray.cluster.local_server import free_port
 
 
 @dataclass
@@ -33,12 +34,6 @@ class Server:
             time.sleep(0.05)
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def isolated_env(home: Path) -> dict[str, str]:
     """The environment for a Ray of one's own: nothing of the user's, no token authentication."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
@@ -53,7 +48,7 @@ def start_server(tmp_path_factory):
 
     def start(*arguments: str, timeout: float = 180.0) -> Server:
         home = tmp_path_factory.mktemp("home")
-        log, port = home / "log", free_port()
+        log, port = home / "log", free_port("127.0.0.1", 0)
         with log.open("w") as out:
             process = subprocess.Popen(
                 [sys.executable, "-m", "pagedray", "serve", *arguments, "--port", str(port)],

@@ -349,31 +349,16 @@ def test_demo_model_config(demo_model):
 
 
 @pytest.mark.slow
-def test_demo_model_speaks_english_in_transformers(demo_model):
+def test_demo_model_speaks_english_in_transformers(demo_model, transformers_config):
     """The weights as loaded, fused and all, taken apart again into transformers' model."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     from pagedray.cluster.text.tokenizer import Tokenizer
 
     checkpoint, tokenizer = open_checkpoint(str(demo_model)), Tokenizer.load(str(demo_model))
     config = checkpoint.config
     weights = load_weights(checkpoint, torch.float32)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_hidden_layers,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            max_position_embeddings=config.max_position_embeddings,
-            rms_norm_eps=config.rms_norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
-            tie_word_embeddings=True,
-            eos_token_id=list(config.eos_token_ids),
-            pad_token_id=2,
-        )
-    )
+    model = LlamaForCausalLM(transformers_config(config, eos_token_id=list(config.eos_token_ids), pad_token_id=2))
     state = {"model.embed_tokens.weight": weights.embed_tokens, "model.norm.weight": weights.norm}
     state["lm_head.weight"] = weights.lm_head
     sizes = [config.num_attention_heads * config.head_dim, *[config.num_key_value_heads * config.head_dim] * 2]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pagedray.scheduler.request import Request, SamplingParams
+from pagedray.workers.checkpoint.load import open_checkpoint
 from pagedray.workers.config import EngineConfig
 from pagedray.workers.engine import Engine
 
@@ -102,13 +103,14 @@ def alone(demo_model, prompts):
     return run(engine_for(demo_model, enable_prefix_caching=False), prompts, one_at_a_time=True)
 
 
-def test_equals_transformers(demo_model, prompts, alone):
-    model = transformers_model(demo_model)
+def test_equals_transformers(demo_model, prompts, alone, transformers_config):
+    checkpoint = open_checkpoint(str(demo_model))
+    model = transformers_model(checkpoint, transformers_config(checkpoint.config))
     for i, (prompt, output) in enumerate(zip(prompts, alone, strict=True)):
         with torch.inference_mode():
             logits = model(torch.tensor([list(prompt) + output]), logits_to_keep=len(output) + 1).logits[0, :-1]
         assert logits.argmax(-1).tolist() == output, f"prompt {i}"
-        assert len(output) == MAX_TOKENS or output[-1] in engine_eos(demo_model)
+        assert len(output) == MAX_TOKENS or output[-1] in checkpoint.config.eos_token_ids
 
 
 def test_all_batched_together(demo_model, prompts, alone):
@@ -138,35 +140,13 @@ def test_preemptions(demo_model, prompts, alone):
     assert engine.stats().num_preemptions > 0
 
 
-def transformers_model(path):
+def transformers_model(checkpoint, config):
     """SmolLM2 as transformers runs it, in fp32, with the weights of our loader."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    from pagedray.workers.checkpoint.load import open_checkpoint
-
-    checkpoint = open_checkpoint(str(path))
-    c = checkpoint.config
-    config = LlamaConfig(
-        vocab_size=c.vocab_size,
-        hidden_size=c.hidden_size,
-        intermediate_size=c.intermediate_size,
-        num_hidden_layers=c.num_hidden_layers,
-        num_attention_heads=c.num_attention_heads,
-        num_key_value_heads=c.num_key_value_heads,
-        rms_norm_eps=c.rms_norm_eps,
-        max_position_embeddings=c.max_position_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope.theta},
-        tie_word_embeddings=c.tie_word_embeddings,
-    )
     model = LlamaForCausalLM(config).eval()
     state = {name: checkpoint.read(name).to(torch.float32) for name in checkpoint.names()}
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert set(missing) <= {"lm_head.weight"} and not unexpected
     model.tie_weights()
     return model
-
-
-def engine_eos(path):
-    from pagedray.workers.checkpoint.load import open_checkpoint
-
-    return open_checkpoint(str(path)).config.eos_token_ids

@@ -22,6 +22,8 @@ _HUB_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
 # Buffers that old checkpoints carry and that are computed from the configuration.
 _HARMLESS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias|attn\.bias)$")
 
+Progress = Callable[[int, int], None]  # called with (bytes done, bytes in all) while weights load
+
 
 class Checkpoint(Protocol):
     """A model's configuration and tensors, under the names that Hugging Face gives them, whatever the file format."""
@@ -90,9 +92,7 @@ def _download(model: str, weights: bool) -> Path:
         ) from error
 
 
-def load_weights(
-    checkpoint: Checkpoint, dtype: torch.dtype, progress: Callable[[int, int], None] | None = None
-) -> DecoderWeights:
+def load_weights(checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress | None = None) -> DecoderWeights:
     """Read every tensor into its place among the fused weights, in chunks: no tensor is held twice.
 
     `progress` is called with (bytes done, bytes in all), bytes as they are on disk.
@@ -156,7 +156,7 @@ class _Filler:
         self.places.update(zip(rows, whole.split(list(rows.values())), strict=True))
         return whole
 
-    def run(self, progress: Callable[[int, int], None] | None) -> None:
+    def run(self, progress: Progress | None) -> None:
         extra = sorted(n for n in self.names - self.places.keys() if not _HARMLESS.match(n))
         if extra:
             more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
