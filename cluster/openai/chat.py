@@ -24,7 +24,7 @@ async def chat_completions(
 ) -> Response:
     """Answer a conversation. Raises `InvalidRequest` before anything is submitted to the engine."""
     call_id, created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
-    prompt = await _prompt_token_ids(body, model)
+    prompt = await prompt_token_ids(body, model)
     sampling = body.sampling(model, body.draw_seed(), len(prompt), "messages")
     requests = [body.request(call_id, index, prompt, sampling, model) for index in range(sampling.n)]
     generation = Generation(engine, model.tokenizer, requests, choices_per_prompt=sampling.n)
@@ -38,7 +38,7 @@ async def chat_completions(
     )
 
 
-async def _prompt_token_ids(body: ChatCompletionRequest, model: ServedModel) -> tuple[int, ...]:
+async def prompt_token_ids(body: ChatCompletionRequest, model: ServedModel) -> tuple[int, ...]:
     messages = [{"role": m.role, "content": m.content, **(m.model_extra or {})} for m in body.messages]
     generation_prompt = body.add_generation_prompt
     if generation_prompt is None:

@@ -55,7 +55,7 @@ async def _requests(body: CompletionRequest, model: ServedModel, call_id: str) -
     requests: list[Request] = []
     echoes: list[str] = []
     for prompt in body.prompt:
-        ids = await _prompt_token_ids(prompt, body, model)
+        ids = await prompt_token_ids(prompt, body, model)
         sampling = body.sampling(model, seed, len(ids), "prompt")
         echo = ""
         if body.echo:
@@ -67,9 +67,7 @@ async def _requests(body: CompletionRequest, model: ServedModel, call_id: str) -
     return requests, echoes
 
 
-async def _prompt_token_ids(
-    prompt: str | Sequence[int], body: CompletionRequest, model: ServedModel
-) -> tuple[int, ...]:
+async def prompt_token_ids(prompt: str | Sequence[int], body: CompletionRequest, model: ServedModel) -> tuple[int, ...]:
     tokenizer = model.tokenizer
     if isinstance(prompt, str):
         special = body.add_special_tokens is not False

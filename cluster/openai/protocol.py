@@ -83,13 +83,38 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class GenerationRequest(BaseModel):
-    """What both endpoints take."""
+class Body(BaseModel):
+    """A request's JSON body."""
 
     model_config = ConfigDict(strict=True, extra="allow")
-    default_max_tokens: ClassVar[int | None]  # None: as far as the context allows
 
     model: str | None = None
+
+    @classmethod
+    def parse(cls, body: Any) -> Self:
+        """Raises `InvalidRequest` for the first thing that is wrong with a parsed JSON body."""
+        if not isinstance(body, dict):
+            raise InvalidRequest("the body must be a JSON object")
+        try:
+            request = cls.model_validate(body)
+        except ValidationError as error:
+            raise _invalid(error) from None
+        request._check_fields()
+        return request
+
+    def _check_fields(self) -> None:
+        """Raises `InvalidRequest` where fields do not go together."""
+
+
+class DetokenizeRequest(Body):
+    tokens: Annotated[list[Int], Field(fail_fast=True)]
+
+
+class GenerationRequest(Body):
+    """What both endpoints take."""
+
+    default_max_tokens: ClassVar[int | None]  # None: as far as the context allows
+
     max_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -112,18 +137,7 @@ class GenerationRequest(BaseModel):
     include_stop_str_in_output: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: str | None = None
-
-    @classmethod
-    def parse(cls, body: Any) -> Self:
-        """Raises `InvalidRequest` for the first thing that is wrong with a parsed JSON body."""
-        if not isinstance(body, dict):
-            raise InvalidRequest("the body must be a JSON object")
-        try:
-            request = cls.model_validate(body)
-        except ValidationError as error:
-            raise _invalid(error) from None
-        request._check_fields()
-        return request
+    return_token_strs: bool | None = None  # of /tokenize
 
     def _check_fields(self) -> None:
         extra = self.model_extra or {}
@@ -308,14 +322,34 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
 
+# What a pydantic error type asks for, in this API's words.
+_WANTED = {
+    "missing": "is required",
+    "model_type": "must be an object",
+    "dict_type": "must be an object",
+    "list_type": "must be an array",
+    "string_type": "must be a string",
+    "bool_type": "must be true or false",
+    "int_type": "must be an integer",
+    "float_type": "must be a number",
+    "too_short": "must not be empty",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be under {lt}",
+}
+
+
 def _invalid(error: ValidationError) -> InvalidRequest:
     """OpenAI's way to say where: `messages[0].role`. Only the first error is told, without the input."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    first = error.errors(include_url=False, include_input=False)[0]
     where = ""
     for step in first["loc"]:
         where += f"[{step}]" if isinstance(step, int) else f".{step}" if where else step
-    reason = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    return InvalidRequest(short(f"{short(where)}: {reason}"), short(where))
+    if first["type"] in _WANTED:
+        wanted = _WANTED[first["type"]].format(**first.get("ctx", {}))
+    else:
+        wanted = first["msg"].removeprefix("Value error, ")
+    return InvalidRequest(short(f"{short(where)} {wanted}"), short(where))
 
 
 def resolve_model(name: str | None, models: Mapping[str, ServedModel]) -> ServedModel:

@@ -15,11 +15,13 @@ from .engine_client import EngineClient, ServedModel
 from .protocol import (
     ChatCompletionRequest,
     CompletionRequest,
+    DetokenizeRequest,
     ModelCard,
     ModelList,
     error_envelope,
     resolve_model,
 )
+from .tokenize import detokenize, parse_tokenize, tokenize
 from .transport import ErrorEnvelopes, json_response, read_json
 
 __all__ = ["MAX_BODY_BYTES", "ServedModel", "build_app"]
@@ -69,6 +71,16 @@ def build_app(
         body = CompletionRequest.parse(raw)
         return await completions(body, resolve_model(body.model, models()), engine, request.receive)
 
+    @app.post("/tokenize")
+    async def create_tokens(request: Request) -> Response:
+        body = parse_tokenize(await read_json(request, max_body_bytes))
+        return await tokenize(body, resolve_model(body.model, models()))
+
+    @app.post("/detokenize")
+    async def create_text(request: Request) -> Response:
+        body = DetokenizeRequest.parse(await read_json(request, max_body_bytes))
+        return await detokenize(body, resolve_model(body.model, models()))
+
     @app.get("/v1/models")
     async def list_models() -> Response:
         return json_response(ModelList(data=[ModelCard.of(m) for m in models().values()]))
@@ -78,6 +90,7 @@ def build_app(
         return json_response(ModelCard.of(resolve_model(model, models())))
 
     @app.get("/health")
+    @app.get("/ready")
     async def check_health() -> Response:
         await health()
         return JSONResponse({"status": "ok"})

@@ -98,7 +98,7 @@ class Tokenizer:
             )
         if reserved := sorted(self._reserved & kwargs.keys()):
             raise InvalidRequest(f"chat_template_kwargs may not set {reserved[0]}", "chat_template_kwargs")
-        plain = [_plain_message(message, f"messages.{i}") for i, message in enumerate(messages)]
+        plain = [_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
         if not plain:
             raise InvalidRequest("messages must not be empty", "messages")
         try:
@@ -155,7 +155,10 @@ def _plain_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequest(f"{where} must be an object with a role", where)
     plain = {key: value for key, value in message.items() if value not in (None, [], ())}
-    plain["content"] = _plain_content(message.get("content"), f"{where}.content")
+    content = message.get("content")
+    if content is None and message["role"] != "assistant":  # which may only call tools
+        raise InvalidRequest(f"{where}.content is required", f"{where}.content")
+    plain["content"] = _plain_content(content, f"{where}.content")
     if "tool_calls" in plain:
         plain["tool_calls"] = [_plain_call(call, f"{where}.tool_calls") for call in plain["tool_calls"]]
     return plain
@@ -165,7 +168,7 @@ def _plain_content(content: Any, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list | tuple):
-        raise InvalidRequest(f"{where} must be a string or a list of parts, not {type(content).__name__}", where)
+        raise InvalidRequest(f"{where} must be a string or an array of parts", where)
     texts = []
     for part in content:
         text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None

@@ -59,6 +59,56 @@ def test_wrong_types_name_the_field(api):
 
 
 @pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": None}, "messages must be an array"),
+        ({"messages": []}, "messages must not be empty"),
+        ({"messages": ["a"]}, "messages[0] must be an object"),
+        ({"messages": [{"content": "a"}]}, "messages[0].role is required"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content is required"),
+        ({"temperature": "0"}, "temperature must be a number"),
+        ({"n": 1.5}, "n must be an integer"),
+        ({"stream": 1}, "stream must be true or false"),
+        ({"stop": [1]}, "stop[0] must be a string"),
+        ({"logit_bias": []}, "logit_bias must be an object"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens must be at least 1"),
+        ({"priority": 2**31}, "priority must be under 2147483648"),
+    ],
+)
+def test_errors_speak_of_json(api, fields, message):
+    body = {"messages": [{"role": "user", "content": "a"}]} | fields
+    assert error_of(api.post("/v1/chat/completions", body))["message"] == message
+
+
+def test_tokenize_gives_the_ids_of_a_prompt_and_detokenize_its_text(api):
+    texts = api.post("/tokenize", {"prompt": "Hello", "return_token_strs": True}).json()
+    assert (texts["count"], texts["token_strs"]) == (2, ["<s>", "Hello"]) and texts["max_model_len"] > 0
+    plain = api.post("/tokenize", {"prompt": "Hello", "add_special_tokens": False}).json()
+    assert plain["tokens"] == texts["tokens"][1:] and plain["token_strs"] is None
+    messages = [{"role": "user", "content": "Hello"}]
+    chat = api.post("/tokenize", {"messages": messages}).json()
+    assert chat["count"] == api.post("/v1/chat/completions", {"messages": messages}).json()["usage"]["prompt_tokens"]
+    text = api.post("/detokenize", {"tokens": chat["tokens"]}).json()
+    assert text == {"prompt": "<s><|user|>Hello<|end|><|assistant|>"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": ["a", "b"]}, "prompt"),
+        ("/tokenize", {"prompt": "a", "model": "b"}, "model"),
+        ("/detokenize", {"tokens": [10**9]}, "tokens"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+        ("/detokenize", {}, "tokens"),
+    ],
+)
+def test_what_cannot_be_tokenized_is_named(api, path, body, param):
+    response = api.post(path, body)
+    assert response.status_code in (400, 404) and error_of(response)["param"] == param
+
+
+@pytest.mark.parametrize(
     "headers",
     [
         {"Content-Type": "text/plain"},
