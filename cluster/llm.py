@@ -13,6 +13,7 @@ from ..scheduler.request import Request, SamplingParams, SequenceOutput
 from ..workers.config import EngineConfig
 from ..workers.engine import Engine
 from .text.detokenizer import Detokenizer
+from .text.grammar import GrammarCompiler, check_grammar
 from .text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -61,7 +62,7 @@ class LLM:
     def __init__(self, model: str, tokenizer: str | None = None, use_tqdm: bool = True, **engine_kwargs: Any):
         config = EngineConfig.from_kwargs("LLM", model=str(model), tokenizer=tokenizer, **engine_kwargs)
         with tqdm(desc="Loading weights", unit="B", unit_scale=True, disable=not use_tqdm) as bar:
-            self.engine = Engine(config, progress=lambda done, total: _show(bar, done, total))
+            self.engine = Engine(config, lambda done, total: _show(bar, done, total), grammar_backend=GrammarCompiler)
         self.tokenizer = Tokenizer.load(config.model, config.tokenizer)
         self._request_ids = itertools.count()
 
@@ -126,6 +127,8 @@ class LLM:
     def _run(
         self, encoded: Sequence[tuple[str | None, list[int]]], sampling: Sequence[SamplingParams], use_tqdm: bool
     ) -> list[RequestOutput]:
+        for form in {p.structured_outputs for p in sampling if p.structured_outputs}:
+            check_grammar(form, "structured_outputs")
         results: list[RequestOutput] = []
         choices: dict[str, _Choice] = {}
         added: list[str] = []

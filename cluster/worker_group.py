@@ -25,6 +25,7 @@ from ..workers.config import EngineConfig
 from ..workers.engine import Engine
 from . import global_scheduler
 from .global_scheduler import CALL_TIMEOUT, GroupInfo, GroupReport
+from .text.grammar import GrammarCompiler
 from .token_stream import Outbox, TokenFrame
 
 logger = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ class Leader:
     def _run_engine(self) -> None:
         try:
             # Here and not elsewhere: how many threads an operation uses is a setting of the thread that calls it.
-            self.engine = Engine(self.config, _show_progress(self.model))
+            self.engine = Engine(self.config, _show_progress(self.model), grammar_backend=GrammarCompiler)
             _say(f"warming up {self.model}")
             self.engine.worker.warm_up()
         except BaseException as error:

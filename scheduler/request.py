@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from json import dumps
 from typing import Any
 
 from .errors import InvalidRequest
@@ -27,6 +28,48 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
     if not low <= value <= high:
         raise InvalidRequest(f"{name} must be between {low} and {high}, not {value}", name)
     return value
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """The form that an answer must have: exactly one of these, with vLLM's names.
+
+    `json` is a JSON schema (text, or an object, which becomes text); `json_object` any JSON object; `regex` matches the
+    whole answer; `choice` lists the possible answers; `grammar` is a Lark or GBNF grammar. Whether they make sense is
+    for whoever can read them to check.
+    """
+
+    json: str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] = ()
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.json, Mapping):
+            object.__setattr__(self, "json", dumps(self.json))
+        choice = self.choice
+        if choice is None or isinstance(choice, str) or not all(isinstance(c, str) and c for c in choice):
+            raise InvalidRequest("structured_outputs: choice must be a list of non-empty strings", "structured_outputs")
+        object.__setattr__(self, "choice", tuple(choice))
+        given = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False, ())]
+        if len(given) != 1:
+            asked = f"not {', '.join(given)} together" if given else "and none is set"
+            raise InvalidRequest(
+                "structured_outputs must have one of json, json_object, regex, choice and grammar, " + asked,
+                "structured_outputs",
+            )
+        for name in ("json", "regex", "grammar"):
+            if not isinstance(getattr(self, name), str | None):
+                raise InvalidRequest(f"structured_outputs: {name} must be a string", "structured_outputs")
+        if not isinstance(self.json_object, bool):
+            raise InvalidRequest("structured_outputs: json_object must be true or false", "structured_outputs")
+
+    @property
+    def kind(self) -> str:
+        names = {"json": "JSON schema", "json_object": "JSON object", "regex": "regular expression"}
+        name = next(f.name for f in fields(self) if getattr(self, f.name) not in (None, False, ()))
+        return names.get(name, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +98,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 - frozen
@@ -86,6 +130,10 @@ class SamplingParams:
         for token, value in (self.logit_bias or {}).items():
             bias[_integer("logit_bias", token, 0, 2**31 - 1)] = _number("logit_bias", value, -100, 100)
         put("logit_bias", bias)
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise InvalidRequest("structured_outputs must be a StructuredOutputsParams", "structured_outputs")
+        if self.structured_outputs and self.ignore_eos:
+            raise InvalidRequest("ignore_eos does not go with a structured output, which has an end", "ignore_eos")
 
     @property
     def greedy(self) -> bool:

@@ -8,6 +8,7 @@ from ..scheduler.request import Request, SequenceOutput
 from ..scheduler.step import SchedulerStats, StepScheduler
 from .checkpoint.load import Progress
 from .config import EngineConfig
+from .sampler import GrammarBackend
 from .worker import Worker
 
 
@@ -19,10 +20,13 @@ class Engine:
         config: EngineConfig,
         progress: Progress | None = None,
         clock: Callable[[], float] = time.monotonic,
+        grammar_backend: GrammarBackend | None = None,
     ):
+        """Without `grammar_backend` structured outputs are refused."""
         self.config = config
         self.clock = clock
-        self.worker = Worker(config, progress)
+        self.worker = Worker(config, progress, grammar_backend)
+        self._has_grammars = grammar_backend is not None
         self.scheduler = StepScheduler(
             num_blocks=self.worker.num_blocks,
             block_size=config.block_size,
@@ -45,6 +49,10 @@ class Engine:
             wrong = next((t for t in ids if not 0 <= t < vocab_size), None)
             if wrong is not None:
                 raise InvalidRequest(f"{name} has token id {wrong}; the vocabulary has {vocab_size}", name)
+        if request.sampling.structured_outputs and not self._has_grammars:
+            raise InvalidRequest(
+                "structured_outputs needs a grammar backend, and this engine has none", "structured_outputs"
+            )
         self.scheduler.add(request, self.clock())
 
     def abort_request(self, request_id: str) -> bool:

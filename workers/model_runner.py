@@ -11,7 +11,7 @@ from ..kernels import ops
 from ..scheduler.plan import NewSequence, SampledToken, StepPlan, StepResult
 from ..scheduler.request import SamplingParams
 from .models.decoder import Decoder
-from .sampler import Sampler
+from .sampler import MatcherFactory, Sampler, TokenMatcher
 
 
 @dataclass(slots=True)
@@ -23,10 +23,14 @@ class SequenceState:
     num_prompt_tokens: int
     token_ids: list[int]
     block_ids: list[int]
+    matcher: TokenMatcher | None = None
 
     @classmethod
-    def of(cls, new: NewSequence) -> "SequenceState":
-        return cls(new.sampling, new.index, new.num_prompt_tokens, list(new.token_ids), [])
+    def of(cls, new: NewSequence, make_matcher: MatcherFactory | None) -> "SequenceState":
+        state = cls(new.sampling, new.index, new.num_prompt_tokens, list(new.token_ids), [])
+        if new.sampling.structured_outputs and make_matcher:
+            state.matcher = make_matcher(new.sampling.structured_outputs, new.token_ids[new.num_prompt_tokens :])
+        return state
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +50,13 @@ class ModelRunner:
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         block_size: int,
         eos_token_ids: Sequence[int],
+        make_matcher: MatcherFactory | None = None,
     ):
         self.model = model
         self.kv_caches = kv_caches
         self.block_size = block_size
         self.sampler = Sampler(eos_token_ids)
+        self.make_matcher = make_matcher
         self.states: dict[int, SequenceState] = {}
 
     @torch.inference_mode()
@@ -72,7 +78,7 @@ class ModelRunner:
         for seq_id in plan.released:
             del self.states[seq_id]
         for new in plan.new:
-            self.states[new.seq_id] = SequenceState.of(new)
+            self.states[new.seq_id] = SequenceState.of(new, self.make_matcher)
         for share in plan.scheduled:
             state = self.states[share.seq_id]
             state.token_ids += share.new_token_ids

@@ -4,7 +4,7 @@ and on another worker group.
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -12,7 +12,25 @@ import torch
 from torch import Tensor
 
 from ..kernels import ops
-from ..scheduler.request import SamplingParams, TokenLogprobs
+from ..scheduler.request import SamplingParams, StructuredOutputsParams, TokenLogprobs
+
+
+class TokenMatcher(Protocol):
+    """A sequence's place in its grammar."""
+
+    def forbidden(self, vocab_size: int) -> np.ndarray:
+        """bool [vocab_size]: the tokens that may not come next."""
+        ...
+
+    def accept(self, token_id: int) -> None: ...
+
+
+# Of a structured output and the tokens generated so far.
+MatcherFactory = Callable[[StructuredOutputsParams, Sequence[int]], TokenMatcher]
+
+# Of a model, the place of its tokenizer if that is another, and the tokens that end a text. It comes from above: this
+# floor knows no text.
+GrammarBackend = Callable[[str, str | None, Sequence[int]], MatcherFactory]
 
 
 class SamplingState(Protocol):
@@ -22,6 +40,7 @@ class SamplingState(Protocol):
     index: int
     num_prompt_tokens: int
     token_ids: list[int]
+    matcher: TokenMatcher | None
 
 
 def draw(seed: int, index: int, position: int) -> float:
@@ -41,6 +60,9 @@ class Sampler:
         for row, state in zip(logits, states, strict=True):
             self._adjust(row, state)
         tokens = self._choose(logits, states)
+        for token, state in zip(tokens.tolist(), states, strict=True):
+            if state.matcher:
+                state.matcher.accept(token)
         logprobs: list[TokenLogprobs | None] = [None] * len(states)
         if model_logits is not None:
             for i, row_logprobs in zip(
@@ -50,13 +72,18 @@ class Sampler:
         return tokens.tolist(), logprobs
 
     def _adjust(self, row: Tensor, state: SamplingState) -> None:
-        """Bias, minimum length, penalties: vLLM's order. Penalties as in CTRL (repetition) and OpenAI's API."""
+        """Grammar, bias, minimum length, penalties: vLLM's order. Penalties are CTRL's (repetition) and OpenAI's."""
         sampling = state.sampling
+        forbidden = state.matcher.forbidden(len(row)) if state.matcher else None
+        if forbidden is not None:
+            row[torch.from_numpy(forbidden)] = -torch.inf
         if sampling.logit_bias:
             row[list(sampling.logit_bias)] += torch.tensor(list(sampling.logit_bias.values()), dtype=row.dtype)
         if len(state.token_ids) - state.num_prompt_tokens < sampling.min_tokens:
             ends = [*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)]
-            row[[t for t in ends if t < len(row)]] = -torch.inf
+            ends = [t for t in ends if t < len(row)]
+            if forbidden is None or not np.delete(forbidden, ends).all():  # a grammar may have nothing left but its end
+                row[ends] = -torch.inf
         if sampling.repetition_penalty != 1.0:
             seen = torch.from_numpy(np.unique(np.asarray(state.token_ids, np.int64)))
             values = row[seen]

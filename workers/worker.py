@@ -12,6 +12,7 @@ from .checkpoint.load import Progress, load_weights, open_checkpoint
 from .config import EngineConfig, ModelConfig
 from .model_runner import ModelRunner
 from .models.decoder import Decoder
+from .sampler import GrammarBackend
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +23,9 @@ class Worker:
     Raises `CheckpointError` for a model that cannot be loaded, `ConfigError` for settings that do not fit it.
     """
 
-    def __init__(self, config: EngineConfig, progress: Progress | None = None):
+    def __init__(
+        self, config: EngineConfig, progress: Progress | None = None, grammar_backend: GrammarBackend | None = None
+    ):
         torch.set_num_threads(config.cpu_threads or len(os.sched_getaffinity(0)))
         checkpoint = open_checkpoint(config.model)
         self.model_config: ModelConfig = checkpoint.config
@@ -30,7 +33,9 @@ class Worker:
         self.num_blocks, self.max_model_len = kv_cache.plan_capacity(self.model_config, config, dtype)
         model = Decoder(self.model_config, load_weights(checkpoint, dtype, progress), self.max_model_len)
         caches = kv_cache.allocate(self.model_config, self.num_blocks, config.block_size, dtype)
-        self.runner = ModelRunner(model, caches, config.block_size, self.model_config.eos_token_ids)
+        ends = self.model_config.eos_token_ids
+        make_matcher = grammar_backend(config.model, config.tokenizer, ends) if grammar_backend else None
+        self.runner = ModelRunner(model, caches, config.block_size, ends, make_matcher)
         logger.info(
             "loaded %s: %d layers, %s, KV pool of %d tokens, context of %d",
             config.model,

@@ -1,5 +1,6 @@
 """POST /v1/chat/completions."""
 
+import asyncio
 import json
 import time
 import uuid
@@ -25,7 +26,8 @@ async def chat_completions(
     """Answer a conversation. Raises `InvalidRequest` before anything is submitted to the engine."""
     call_id, created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
     prompt = await prompt_token_ids(body, model)
-    sampling = body.sampling(model, body.draw_seed(), len(prompt), "messages")
+    form = await asyncio.to_thread(body.form)
+    sampling = body.sampling(model, body.draw_seed(), len(prompt), "messages", form)
     requests = [body.request(call_id, index, prompt, sampling, model) for index in range(sampling.n)]
     generation = Generation(engine, model.tokenizer, requests, choices_per_prompt=sampling.n)
     want_logprobs = sampling.logprobs is not None

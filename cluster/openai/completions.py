@@ -1,5 +1,6 @@
 """POST /v1/completions."""
 
+import asyncio
 import json
 import time
 import uuid
@@ -51,12 +52,12 @@ class _NoTokens:
 
 async def _requests(body: CompletionRequest, model: ServedModel, call_id: str) -> tuple[list[Request], list[str]]:
     """One request a choice, and the text that its answer begins with."""
-    seed = body.draw_seed()
+    seed, form = body.draw_seed(), await asyncio.to_thread(body.form)
     requests: list[Request] = []
     echoes: list[str] = []
     for prompt in body.prompt:
         ids = await prompt_token_ids(prompt, body, model)
-        sampling = body.sampling(model, seed, len(ids), "prompt")
+        sampling = body.sampling(model, seed, len(ids), "prompt", form)
         echo = ""
         if body.echo:
             echo = prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt, sampling.skip_special_tokens)

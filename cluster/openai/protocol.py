@@ -9,13 +9,15 @@ import logging
 import re
 import secrets
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, Self
+from dataclasses import fields
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ...scheduler.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, PagedRayError
 from ...scheduler.names import nearest
-from ...scheduler.request import MAX_LOGPROBS, Request, SamplingParams
+from ...scheduler.request import MAX_LOGPROBS, Request, SamplingParams, StructuredOutputsParams
+from ..text.grammar import check_grammar
 from .engine_client import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -36,12 +38,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": ([],),
-    "guided_grammar": (),
     "suffix": ("",),
     "audio": (),
     "modalities": (["text"],),
@@ -81,6 +77,20 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
 
     include_usage: bool | None = None
+
+
+class JsonSchema(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    name: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
 
 class Body(BaseModel):
@@ -138,6 +148,13 @@ class GenerationRequest(Body):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: str | None = None
     return_token_strs: bool | None = None  # of /tokenize
+    # The form of the answer, in OpenAI's way, vLLM's, and vLLM's older one
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     def _check_fields(self) -> None:
         extra = self.model_extra or {}
@@ -168,7 +185,14 @@ class GenerationRequest(Body):
         """The field that bounds the answer, and its value if the client gave one."""
         return "max_tokens", self.max_tokens
 
-    def sampling(self, model: ServedModel, seed: int, num_prompt_tokens: int, where: str) -> SamplingParams:
+    def sampling(
+        self,
+        model: ServedModel,
+        seed: int,
+        num_prompt_tokens: int,
+        where: str,
+        form: StructuredOutputsParams | None = None,
+    ) -> SamplingParams:
         """How to answer a prompt of so many tokens; `where` is the field that held it. Raises `InvalidRequest`."""
         limit = model.max_model_len
         if num_prompt_tokens >= limit:
@@ -194,6 +218,7 @@ class GenerationRequest(Body):
             seed=seed,
             logprobs=self.num_logprobs(),
             logit_bias=self._logit_bias(model),
+            structured_outputs=form,
         )
 
     def request(
@@ -210,6 +235,36 @@ class GenerationRequest(Body):
             cache_salt=self.cache_salt or "",
         )
 
+    def form(self) -> StructuredOutputsParams | None:
+        """The form that the answer must have. Raises `InvalidRequest` for one that cannot be kept to.
+
+        May take some 20 ms where there is one.
+        """
+        forms: dict[str, dict[str, Any]] = {}
+        if self.structured_outputs is not None:
+            forms["structured_outputs"] = self.structured_outputs
+        for kind in ("json", "regex", "choice", "grammar"):
+            if (value := getattr(self, f"guided_{kind}")) not in (None, []):
+                forms[f"guided_{kind}"] = {kind: value}
+        if self.response_format is not None and self.response_format.type == "json_object":
+            forms["response_format"] = {"json_object": True}
+        elif self.response_format is not None and self.response_format.type == "json_schema":
+            if self.response_format.json_schema is None:
+                raise InvalidRequest("response_format of type json_schema needs json_schema", "response_format")
+            forms["response_format"] = {"json": self.response_format.json_schema.schema_}
+        if len(forms) > 1:
+            raise InvalidRequest(f"{' and '.join(sorted(forms))} exclude each other", min(forms))
+        for param, wish in forms.items():
+            if unknown := wish.keys() - _FORMS:
+                raise InvalidRequest(f"{param} has no {short(min(unknown))}{nearest(min(unknown), _FORMS)}", param)
+            try:
+                form = StructuredOutputsParams(**wish)
+            except InvalidRequest as error:
+                raise InvalidRequest(error.message.replace("structured_outputs", param, 1), param) from None
+            check_grammar(form, param)
+            return form
+        return None
+
     def draw_seed(self) -> int:
         return self.seed if self.seed is not None else secrets.randbits(63)
 
@@ -223,6 +278,7 @@ class GenerationRequest(Body):
         return bias
 
 
+_FORMS = {f.name for f in fields(StructuredOutputsParams)}
 _SAMPLING_FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("stop", "stop_token_ids", "min_tokens", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output"),
@@ -336,6 +392,7 @@ _WANTED = {
     "greater_than_equal": "must be at least {ge}",
     "less_than_equal": "must be at most {le}",
     "less_than": "must be under {lt}",
+    "literal_error": "must be {expected}",
 }
 
 

@@ -141,6 +141,16 @@ class Tokenizer:
         return self.token_bytes(token_id).decode(errors="replace")
 
 
+def load_backend(model: str, tokenizer: str | None = None) -> Backend:
+    """The `tokenizers.Tokenizer` alone, without the seconds that importing transformers takes where that can be."""
+    path = locate(tokenizer or model, weights=False)
+    if path.is_file():
+        return build_backend(GGUFFile(path))
+    if (path / "tokenizer.json").exists():
+        return Backend.from_file(str(path / "tokenizer.json"))
+    return Tokenizer.load(model, tokenizer).backend
+
+
 @lru_cache(maxsize=1)
 def _byte_of_character() -> dict[str, int]:
     """The character that stands for each byte in a byte-level vocabulary (GPT-2): itself where that is printable."""

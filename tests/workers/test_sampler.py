@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pagedray.scheduler.request import MAX_SEED, SamplingParams
-from pagedray.workers.sampler import Sampler, draw
+from pagedray.workers.sampler import Sampler, TokenMatcher, draw
 
 VOCAB = 40
 EOS = (2, 5)
@@ -22,6 +22,7 @@ class State:
     token_ids: list[int] = field(default_factory=lambda: list(PROMPT))
     num_prompt_tokens: int = len(PROMPT)
     index: int = 0
+    matcher: TokenMatcher | None = None
 
 
 def random_logits(rows=1, vocab=VOCAB, seed=0):

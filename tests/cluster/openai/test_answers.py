@@ -4,6 +4,7 @@ import pytest
 
 from pagedray.cluster.openai import protocol
 from pagedray.scheduler.errors import EngineDead, Overloaded
+from pagedray.scheduler.request import StructuredOutputsParams
 
 
 def joined(events, index=0):
@@ -489,10 +490,6 @@ def test_as_many_choices_as_promised(api):
     [
         ("tools", [{"type": "function", "function": {"name": "f"}}], []),
         ("tool_choice", "required", "none"),
-        ("response_format", {"type": "json_object"}, {"type": "text"}),
-        ("guided_json", {}, None),
-        ("guided_regex", "a", None),
-        ("structured_outputs", {"choice": ["a"]}, None),
         ("suffix", "x", ""),
         ("audio", {}, None),
         ("modalities", ["audio"], ["text"]),
@@ -508,6 +505,66 @@ def test_what_is_not_supported_is_refused_by_name(api, name, value, harmless):
         response = api.chat(**{name: value})
         assert (response.status_code, response.json()["error"]["param"]) == (400, name)
     assert api.chat(**{name: harmless}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "form"),
+    [
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "null"}}}},
+            {"json": '{"type": "null"}'},
+        ),
+        ({"guided_json": {"type": "null"}}, {"json": '{"type": "null"}'}),
+        ({"guided_json": '{"type": "null"}'}, {"json": '{"type": "null"}'}),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"guided_choice": ["a", "b"]}, {"choice": ("a", "b")}),
+        ({"guided_grammar": 'start: "a"'}, {"grammar": 'start: "a"'}),
+        ({"structured_outputs": {"choice": ["a"]}}, {"choice": ("a",)}),
+        ({"structured_outputs": {"json": {"type": "null"}, "regex": None}}, {"json": '{"type": "null"}'}),
+    ],
+)
+@pytest.mark.parametrize("kind", ["chat", "complete"])
+def test_the_form_of_an_answer_reaches_the_engine(api, kind, fields, form):
+    assert getattr(api, kind)(**fields).status_code == 200
+    assert api.engine.requests[0].sampling.structured_outputs == StructuredOutputsParams(**form)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"response_format": {"type": "text"}}, {"guided_choice": []}, {"guided_json": None}]
+)
+def test_no_form(api, fields):
+    assert api.chat(**fields).status_code == 200
+    assert api.engine.requests[0].sampling.structured_outputs is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": "json_object"}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, "response_format"),
+        ({"guided_regex": "(("}, "guided_regex"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_choice": ["a", ""]}, "guided_choice"),
+        ({"guided_grammar": "start: x"}, "guided_grammar"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"jsn": {}}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": 1}}, "structured_outputs"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+    ],
+)
+def test_forms_that_cannot_be_kept_to_are_named(api, fields, param):
+    response = api.chat(**fields)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param) and len(error["message"]) < 500
+    assert not api.engine.requests
 
 
 def test_tools_that_must_not_be_called_are_fine(api):

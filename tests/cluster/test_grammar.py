@@ -1,0 +1,143 @@
+"""Structured outputs: what a matcher forbids, what a grammar may not be, and whole answers of a real engine."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from fake_engine import EOS, byte_tokenizer
+
+from pagedray import LLM, SamplingParams, StructuredOutputsParams
+from pagedray.cluster.text import grammar
+from pagedray.cluster.text.grammar import MAX_GRAMMAR, GrammarCompiler, check_grammar
+from pagedray.scheduler.errors import InvalidRequest
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    tokenizer = byte_tokenizer()
+    monkeypatch.setattr(grammar, "load_backend", lambda model, name: tokenizer.backend)
+    return GrammarCompiler("any", None, tokenizer.eos_token_ids)
+
+
+def spell(text):
+    return byte_tokenizer().encode(text, add_special_tokens=False)
+
+
+def allowed(matcher):
+    """The texts of the tokens that may come next."""
+    tokenizer = byte_tokenizer()
+    return {tokenizer.token_text(int(t)) for t in np.flatnonzero(~matcher.forbidden(tokenizer.vocab_size))}
+
+
+def test_a_matcher_follows_its_choices(compiler):
+    matcher = compiler(StructuredOutputsParams(choice=("Hello", "cde")), ())
+    assert allowed(matcher) == {"H", "He", "Hell", "Hello", "c", "cd", "cde"}
+    matcher.accept(spell("cd")[0])
+    assert allowed(matcher) == {"e"}
+    matcher.accept(spell("e")[0])
+    assert allowed(matcher) == {EOS, "<|eot|>"}  # complete: only its end, in either of the model's ways
+
+
+def test_a_matcher_takes_up_what_was_generated_elsewhere(compiler):
+    params = StructuredOutputsParams(regex="(ab)+c")
+    one, other = compiler(params, ()), compiler(params, spell("aba"))
+    for token in spell("aba"):
+        one.accept(token)
+    assert allowed(one) == allowed(other) == {"b"}
+
+
+def test_columns_past_the_vocabulary_are_forbidden(compiler):
+    matcher = compiler(StructuredOutputsParams(regex=".*"), ())
+    size = byte_tokenizer().vocab_size
+    assert matcher.forbidden(size + 70)[size:].all() and not matcher.forbidden(size + 70)[:size].all()
+
+
+def test_a_broken_matcher_allows_the_end_and_nothing_else(compiler):
+    matcher = compiler(StructuredOutputsParams(choice=("Hello",)), spell("x"))
+    assert allowed(matcher) == {EOS, "<|eot|>"}
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"regex": "(("}, "regular expression"),
+        ({"json": '{"type": "nope"}'}, "nope"),
+        ({"json": "{"}, "JSON schema"),
+        ({"json": {"$ref": "http://example.org/x"}}, "does not fetch"),
+        ({"grammar": "start: missing"}, "missing"),
+        ({"grammar": ""}, "No 'root' rule"),
+        ({"regex": "a" * (MAX_GRAMMAR + 1)}, "at most"),
+        ({"json": "{}", "regex": "a"}, "together"),
+        ({}, "none is set"),
+        ({"choice": "ab"}, "list of non-empty strings"),
+        ({"choice": ["a", ""]}, "list of non-empty strings"),
+        ({"regex": 3}, "regex must be a string"),
+        ({"json_object": 1}, "true or false"),
+    ],
+)
+def test_what_is_no_grammar_is_refused(params, message):
+    with pytest.raises(InvalidRequest, match=re.escape(message)) as refused:
+        check_grammar(StructuredOutputsParams(**params), "structured_outputs")
+    assert len(refused.value.message) < 500
+
+
+def test_ignore_eos_does_not_go_with_a_form():
+    with pytest.raises(InvalidRequest, match="ignore_eos"):
+        SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True), ignore_eos=True)
+
+
+# -- a real engine
+
+
+@pytest.fixture(scope="module")
+def llm(demo_model):
+    return LLM(str(demo_model), use_tqdm=False, max_model_len=512, num_kv_blocks=40, max_num_seqs=4)
+
+
+def answer(llm, params, text="Write about Ann, who is 7.", **more):
+    sampling = SamplingParams(structured_outputs=params, max_tokens=60, seed=1, **more)
+    return llm.chat([{"role": "user", "content": text}], sampling, use_tqdm=False)[0].outputs[0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_answers_keep_to_a_schema(llm, temperature):
+    output = answer(llm, StructuredOutputsParams(json=SCHEMA), temperature=temperature)
+    value = json.loads(output.text)
+    assert output.finish_reason == "stop" and len(value["name"]) <= 5 and value["age"] <= 99
+
+
+def test_answers_keep_to_a_regex_a_choice_and_a_grammar(llm):
+    assert re.fullmatch("[0-9]{3}-[0-9]{4}", answer(llm, StructuredOutputsParams(regex="[0-9]{3}-[0-9]{4}")).text)
+    assert answer(llm, StructuredOutputsParams(choice=("red", "green"))).text in ("red", "green")
+    assert answer(llm, StructuredOutputsParams(grammar='start: "x" ("+" "y")*\n'), temperature=2).text[0] == "x"
+
+
+def test_min_tokens_does_not_outlast_a_grammar(llm):
+    output = answer(llm, StructuredOutputsParams(choice=("red",)), min_tokens=20)
+    assert (output.text, output.finish_reason) == ("red", "stop")
+
+
+def test_logprobs_stay_the_models(llm):
+    output = answer(llm, StructuredOutputsParams(choice=("zebra",)), temperature=0, logprobs=2)
+    assert all(-100 < p.logprob <= 0 for at in output.logprobs for p in at.values())
+
+
+def test_a_preempted_answer_goes_on_in_its_grammar(llm):
+    """Four long answers do not fit 40 blocks of 16 tokens: some are computed again, with the same text."""
+    params = StructuredOutputsParams(regex="([a-z]{3}, ){30}end")
+    prompt = "word " * 130
+    sampling = SamplingParams(structured_outputs=params, max_tokens=200, temperature=0.0)
+    alone = llm.generate(prompt, sampling, use_tqdm=False)[0].outputs[0].text
+    before = llm.engine.stats().num_preemptions
+    together = llm.generate([f"{i} {prompt}" for i in range(4)], sampling, use_tqdm=False)
+    assert llm.engine.stats().num_preemptions > before
+    for text in [alone, *(o.outputs[0].text for o in together)]:
+        assert re.fullmatch("([a-z]{3}, ){30}end", text)
