@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from .. import __version__
 from ..scheduler.errors import ConfigError, InvalidRequest, PagedRayError
 from ..scheduler.names import nearest
+from .text.reasoning import READERS
 
 _ENGINE_FLAGS: dict[str, tuple[type, str]] = {
     "--dtype": (str, "auto, bfloat16 or float32"),
@@ -125,6 +126,9 @@ def _parser() -> _Parser:
     serve.add_argument(
         "--ray-address", metavar="ADDRESS", help="a Ray cluster that runs (default: RAY_ADDRESS, or none)"
     )
+    for key, names in READERS.items():
+        serve.add_argument("--" + key.replace("_", "-"), choices=names, help="how to read the model's text")
+    serve.add_argument("--enable-auto-tool-choice", action="store_true", help="always so; vLLM needs it")
     serve.add_argument("--start-timeout", type=float, default=600.0, metavar="S", help="seconds until it must answer")
     _add_engine_flags(serve)
 
@@ -251,7 +255,7 @@ def _serve(args: argparse.Namespace) -> int:
     if args.model and args.model.endswith((".yaml", ".yml")):
         given = [
             *kwargs,
-            *(n for n in ("served_model_name", "num_replicas", "max_queued_requests") if getattr(args, n)),
+            *(n for n in ("served_model_name", "num_replicas", "max_queued_requests", *READERS) if getattr(args, n)),
         ]
         if given:
             raise ConfigError(f"--{given[0].replace('_', '-')} does not go with a config: say it in {args.model}")
@@ -264,6 +268,7 @@ def _serve(args: argparse.Namespace) -> int:
     else:
         model, name = _model(args.model)
         EngineConfig.from_kwargs("flags", model=model, **kwargs)  # so that errors name the flag
+        kwargs |= {key: value for key in READERS if (value := getattr(args, key))}
         arguments = ApplicationConfig.for_model(model, args.served_model_name or name, kwargs)
         if args.num_replicas is not None:
             arguments["llm_configs"][0]["deployment_config"] = {"num_replicas": args.num_replicas}

@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from ..scheduler.errors import ConfigError
 from ..scheduler.names import nearest
 from ..workers.config import EngineConfig
+from .text.reasoning import READERS
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +34,14 @@ _IMPORT_PATHS = (IMPORT_PATH, "ray.serve.llm:build_openai_app")
 
 @dataclass(frozen=True, slots=True)
 class ModelDeployment:
-    """One model: its public id, its engine, and the options of its Serve deployment that the user set."""
+    """One model: its public id, its engine, the options of its Serve deployment that the user set, and how its text
+    is to be read (`cluster/text`)."""
 
     model_id: str
     engine: EngineConfig
     deployment: dict[str, Any] = field(default_factory=dict)
+    tool_call_parser: str | None = None  # None: what the chat template shows
+    reasoning_parser: str | None = None
 
 
 @dataclass(frozen=True)
@@ -260,6 +264,7 @@ _VLLM: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "task": (("auto", "generate"), "models generate"),
     "runner": (("auto", "generate"), "models generate"),
     "enable_lora": ((False,), "adapters are not supported yet"),
+    "enable_auto_tool_choice": ((True,), "models that can call tools may always do so"),
 }
 
 S = TypeVar("S", bound=_Section)
@@ -325,11 +330,15 @@ def _model(section: _LLMConfig, path: str) -> ModelDeployment:
         if "tokenizer" in kwargs:
             raise ConfigError(f"{path}.engine_kwargs.tokenizer says model_loading_config.tokenizer_source again")
         kwargs["tokenizer"] = loading.tokenizer_source
+    reading = {key: kwargs.pop(key, None) for key in READERS}  # vLLM has these among its engine's settings
+    for key, value in reading.items():
+        if value is not None and value not in READERS[key]:
+            raise ConfigError(f"{path}.engine_kwargs.{key} must be {' or '.join(READERS[key])}, not {value!r}")
     engine = EngineConfig.from_kwargs(f"{path}.engine_kwargs", **{**kwargs, "model": source})
 
     deployment = _options(section.deployment_config, f"{path}.deployment_config")
     deployment |= _placement(section, deployment.pop("ray_actor_options", {}), path)
-    return ModelDeployment(loading.model_id, engine, deployment)
+    return ModelDeployment(loading.model_id, engine, deployment, **reading)
 
 
 def _placement(section: _LLMConfig, actor: dict[str, Any], path: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from .global_scheduler import ClusterStats
 from .metrics import RequestMetrics
 from .openai.router import ServedModel, build_app
 from .text.tokenizer import Tokenizer
+from .text.tool_calls import detect_parser
 
 logger = logging.getLogger(__name__)
 
@@ -82,12 +83,15 @@ class Ingress:
     @staticmethod
     def _load(model: ModelDeployment) -> ServedModel:
         source = model.engine.model
+        tokenizer = Tokenizer.load(source, model.engine.tokenizer)
         return ServedModel(
             id=model.model_id,
-            tokenizer=Tokenizer.load(source, model.engine.tokenizer),
+            tokenizer=tokenizer,
             # The group may hold less; it tells when it has come up.
             max_model_len=model.engine.max_model_len or open_checkpoint(source).config.max_position_embeddings,
             created=int(time.time()),
+            tool_call_parser=model.tool_call_parser or detect_parser(tokenizer.chat_template),
+            reasoning_parser=model.reasoning_parser,
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -12,11 +12,13 @@ from typing import Any
 from fastapi import Response
 from starlette.types import Receive
 
+from ...scheduler.errors import InvalidRequest
 from ...scheduler.request import TokenLogprobs
 from ..text.tokenizer import Tokenizer
 from .engine_client import EngineClient, ServedModel
 from .generation import Choice, Generation
 from .protocol import AssistantMessage, ChatChoice, ChatCompletion, ChatCompletionRequest, finite
+from .reply import Parts, ReplyReader, marks_are_special, reply_reader
 from .transport import EventStream, json_response, off_loop, until_disconnect
 
 
@@ -28,13 +30,22 @@ async def chat_completions(
     prompt = await prompt_token_ids(body, model)
     form = await asyncio.to_thread(body.form)
     sampling = body.sampling(model, body.draw_seed(), len(prompt), "messages", form)
+    if body.effective_tool_choice == "auto" and model.tool_call_parser is None:
+        raise InvalidRequest(
+            f"{model.id} has no known way to call tools by itself: set tool_choice to none, required or a function, "
+            "or let the operator set tool_call_parser",
+            "tools",
+        )
+    if marks_are_special(model):
+        sampling = sampling.clone(skip_special_tokens=False)
     requests = [body.request(call_id, index, prompt, sampling, model) for index in range(sampling.n)]
     generation = Generation(engine, model.tokenizer, requests, choices_per_prompt=sampling.n)
     want_logprobs = sampling.logprobs is not None
+    readers = [reply_reader(body, model, prompt) for _ in requests]
     if body.stream:
         head = {"id": call_id, "object": "chat.completion.chunk", "created": created, "model": model.id}
-        return EventStream(_events(generation, head, model.tokenizer, want_logprobs, body.include_usage))
-    choices = await until_disconnect(receive, _collect(generation, model.tokenizer, want_logprobs))
+        return EventStream(_events(generation, readers, head, model.tokenizer, want_logprobs, body.include_usage))
+    choices = await until_disconnect(receive, _collect(generation, readers, model.tokenizer, want_logprobs))
     return json_response(
         ChatCompletion(id=call_id, created=created, model=model.id, choices=choices, usage=generation.usage())
     )
@@ -48,6 +59,7 @@ async def prompt_token_ids(body: ChatCompletionRequest, model: ServedModel) -> t
     render = partial(
         model.tokenizer.apply_chat_template,
         messages,
+        tools=_template_tools(body),
         add_generation_prompt=generation_prompt,
         continue_final_message=bool(body.continue_final_message),
         **(body.chat_template_kwargs or {}),
@@ -55,8 +67,16 @@ async def prompt_token_ids(body: ChatCompletionRequest, model: ServedModel) -> t
     return tuple(await off_loop(sum(len(str(m.content)) for m in body.messages), render))
 
 
-async def _collect(generation: Generation, tokenizer: Tokenizer, want_logprobs: bool) -> list[ChatChoice]:
-    choices = [Choice([], []) for _ in range(len(generation))]
+def _template_tools(body: ChatCompletionRequest) -> list[dict[str, Any]] | None:
+    if body.effective_tool_choice == "none":
+        return None
+    return [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+
+
+async def _collect(
+    generation: Generation, readers: Sequence[ReplyReader], tokenizer: Tokenizer, want_logprobs: bool
+) -> list[ChatChoice]:
+    choices = [Choice([], []) for _ in readers]
     async with aclosing(generation.deltas()) as deltas:
         async for delta in deltas:
             choices[delta.index].take(delta)
@@ -65,17 +85,33 @@ async def _collect(generation: Generation, tokenizer: Tokenizer, want_logprobs: 
     return [
         ChatChoice(
             index=index,
-            message=AssistantMessage(content="".join(choice.text)),
+            message=_message(reader.read("".join(choice.text), final=True)),
             logprobs={"content": choice.logprobs, "refusal": None} if want_logprobs else None,
-            finish_reason=choice.finish_reason,
+            finish_reason=_finish_reason(choice.finish_reason, reader),
             stop_reason=choice.stop_reason,
         )
-        for index, choice in enumerate(choices)
+        for index, (choice, reader) in enumerate(zip(choices, readers, strict=True))
     ]
 
 
+def _message(parts: Parts) -> AssistantMessage:
+    more: dict[str, Any] = {"reasoning_content": parts.reasoning} if parts.reasoning else {}
+    if parts.tool_calls:
+        more["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in parts.tool_calls]
+    return AssistantMessage(content=parts.content or (None if parts.tool_calls else ""), **more)
+
+
+def _finish_reason(reason: str, reader: ReplyReader) -> str:
+    return "tool_calls" if reason == "stop" and reader.num_calls else reason
+
+
 async def _events(
-    generation: Generation, head: dict[str, Any], tokenizer: Tokenizer, want_logprobs: bool, include_usage: bool
+    generation: Generation,
+    readers: Sequence[ReplyReader],
+    head: dict[str, Any],
+    tokenizer: Tokenizer,
+    want_logprobs: bool,
+    include_usage: bool,
 ) -> AsyncGenerator[str, None]:
     """One chunk for what comes together; none while text is held back. The first chunk of a choice carries the role.
 
@@ -90,22 +126,35 @@ async def _events(
             i = delta.index
             if want_logprobs:
                 waiting[i] += _token_logprobs(delta.token_ids, delta.logprobs, tokenizer)
-            if not delta.text and delta.finish_reason is None:
+            reason = delta.finish_reason
+            parts = readers[i].read(delta.text, final=reason is not None)
+            if not parts and reason is None:
                 continue
-            content = f'{role[i]}"content": {json.dumps(delta.text)}' if delta.text or role[i] else ""
+            content = role[i] + _delta(parts, first=bool(role[i]))
             role[i] = ""
             logprobs = "null"
             if waiting[i]:
                 logprobs = json.dumps({"content": waiting[i], "refusal": None})
                 waiting[i] = []
-            stop = f', "stop_reason": {json.dumps(delta.stop_reason)}' if delta.finish_reason else ""
+            stop = f', "stop_reason": {json.dumps(delta.stop_reason)}' if reason else ""
+            reason = reason and _finish_reason(reason, readers[i])
             yield (
                 f'{start}{{"index": {i}, "delta": {{{content}}}, "logprobs": {logprobs}, '
-                f'"finish_reason": {json.dumps(delta.finish_reason)}{stop}}}{end}'
+                f'"finish_reason": {json.dumps(reason)}{stop}}}{end}'
             )
     if include_usage:
         yield f'{start}], "usage": {generation.usage().model_dump_json()}}}\n\n'
     yield "data: [DONE]\n\n"
+
+
+def _delta(parts: Parts, first: bool) -> str:
+    """The inside of a JSON object, after the role."""
+    fields = [f'"reasoning_content": {json.dumps(parts.reasoning)}'] if parts.reasoning else []
+    if parts.content or (first and not parts):
+        fields.append(f'"content": {json.dumps(parts.content)}')
+    if parts.tool_calls:
+        fields.append(f'"tool_calls": {json.dumps(parts.tool_calls)}')
+    return ", ".join(fields)
 
 
 def _token_logprobs(

@@ -26,3 +26,5 @@ class ServedModel:
     tokenizer: Tokenizer
     max_model_len: int
     created: int
+    tool_call_parser: str | None = None  # how this model writes calls; see text/tool_calls.py
+    reasoning_parser: str | None = None  # None: what it thinks is part of its answer

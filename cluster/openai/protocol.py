@@ -10,6 +10,7 @@ import re
 import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import fields
+from json import dumps
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -18,24 +19,25 @@ from ...scheduler.errors import ContextLengthExceeded, InvalidRequest, ModelNotF
 from ...scheduler.names import nearest
 from ...scheduler.request import MAX_LOGPROBS, Request, SamplingParams, StructuredOutputsParams
 from ..text.grammar import check_grammar
+from ..text.tool_calls import required_schema
 from .engine_client import ServedModel
 
 logger = logging.getLogger(__name__)
 
 MAX_ECHO = 200  # characters of a client's input that an error message may repeat
 MAX_MESSAGE = 1000  # characters of an error message; a chat template's own words may be long
+MAX_TOOLS = 128  # OpenAI's bound
 MIN_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot say
 
 # Fields that are accepted and change no token here.
 _IGNORED = frozenset(
-    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention parallel_tool_calls "
+    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
     "prediction verbosity reasoning_effort include_reasoning length_penalty guided_decoding_backend request_id "
-    "spaces_between_special_tokens mm_processor_kwargs best_of tool_choice function_call".split()
+    "spaces_between_special_tokens mm_processor_kwargs best_of function_call".split()
 )
 
 # Fields that would change the answer and are not supported, with the values that ask for nothing (null always does).
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "suffix": ("",),
@@ -160,11 +162,9 @@ class GenerationRequest(Body):
         extra = self.model_extra or {}
         for name, harmless in _UNSUPPORTED.items():
             value = extra.get(name)
-            if value is None or value in harmless or (name == "tools" and extra.get("tool_choice") == "none"):
+            if value is None or value in harmless:
                 continue
             raise InvalidRequest(f"{name} is not supported by this server", name)
-        if extra.get("tool_choice") not in (None, "none", "auto"):
-            raise InvalidRequest("tool_choice must be none: tools are not supported by this server", "tool_choice")
         if extra.get("best_of") not in (None, self.n or 1):
             raise InvalidRequest("best_of is not supported by this server, other than equal to n", "best_of")
         if self.stream_options is not None and not self.stream:
@@ -302,6 +302,33 @@ class ChatMessage(BaseModel):
     content: Any = None
 
 
+class Function(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
 # What chat.py passes to the template itself.
 _TEMPLATE_ARGUMENTS = {"self", "messages", "tools", "add_generation_prompt", "continue_final_message"}
 
@@ -313,6 +340,9 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None  # wins over max_tokens
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     # vLLM's
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -333,6 +363,37 @@ class ChatCompletionRequest(GenerationRequest):
         for name in ("echo", "add_special_tokens"):
             if getattr(self, name):
                 raise InvalidRequest(f"{name} is not supported for chat by this server", name)
+        names = [tool.function.name for tool in self.tools or ()]
+        if not names and self.tool_choice not in (None, "none", "auto"):
+            raise InvalidRequest("tool_choice needs tools to choose from", "tool_choice")
+        choice = self.effective_tool_choice
+        if choice not in ("none", "auto", "required", *names):
+            raise InvalidRequest(
+                f"tool_choice names {short(choice)!r}{nearest(choice[:MAX_ECHO], names)}", "tool_choice"
+            )
+
+    @property
+    def effective_tool_choice(self) -> str:
+        """none, auto, required, or the name of a function."""
+        if not self.tools:
+            return "none"
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else self.tool_choice or "auto"
+
+    def form(self) -> StructuredOutputsParams | None:
+        form, choice = super().form(), self.effective_tool_choice
+        if choice in ("none", "auto"):
+            return form
+        if form is not None:
+            raise InvalidRequest(
+                "tool_choice sets the form of the answer, so none other can be asked for", "tool_choice"
+            )
+        functions = [tool.function.model_dump(exclude_none=True) for tool in self.tools or ()]
+        schema = required_schema(functions, self.parallel_tool_calls is not False)
+        if choice != "required":
+            schema = next(f for f in functions if f["name"] == choice).get("parameters") or {"type": "object"}
+        form = StructuredOutputsParams(json=dumps(schema))
+        check_grammar(form, "tools")
+        return form
 
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -393,6 +454,8 @@ _WANTED = {
     "less_than_equal": "must be at most {le}",
     "less_than": "must be under {lt}",
     "literal_error": "must be {expected}",
+    "too_long": "must have at most {max_length} items",
+    "string_pattern_mismatch": "must match {pattern}",
 }
 
 
@@ -439,8 +502,12 @@ class Usage(BaseModel):
 
 
 class AssistantMessage(BaseModel):
+    """With `reasoning_content` and `tool_calls` where there are any."""
+
+    model_config = ConfigDict(extra="allow")
+
     role: str = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
 
 

@@ -77,6 +77,12 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._wrapped.chat_template)
 
+    @property
+    def chat_template(self) -> str:
+        """The default one's source; empty where there is none."""
+        template = self._wrapped.chat_template or ""
+        return template.get("default", "") if isinstance(template, Mapping) else template
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
