@@ -27,6 +27,21 @@ async def chat_completions(
 ) -> Response:
     """Answer a conversation. Raises `InvalidRequest` before anything is submitted to the engine."""
     call_id, created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
+    generation, readers = await start_chat(body, model, engine, call_id)
+    want_logprobs = body.num_logprobs() is not None
+    if body.stream:
+        head = {"id": call_id, "object": "chat.completion.chunk", "created": created, "model": model.id}
+        return EventStream(_events(generation, readers, head, model.tokenizer, want_logprobs, body.include_usage))
+    choices = await until_disconnect(receive, _collect(generation, readers, model.tokenizer, want_logprobs))
+    return json_response(
+        ChatCompletion(id=call_id, created=created, model=model.id, choices=choices, usage=generation.usage())
+    )
+
+
+async def start_chat(
+    body: ChatCompletionRequest, model: ServedModel, engine: EngineClient, call_id: str
+) -> tuple[Generation, list[ReplyReader]]:
+    """The choices of a chat, ready to run, and who reads each. Raises `InvalidRequest`."""
     prompt = await prompt_token_ids(body, model)
     form = await asyncio.to_thread(body.form)
     sampling = body.sampling(model, body.draw_seed(), len(prompt), "messages", form)
@@ -40,15 +55,7 @@ async def chat_completions(
         sampling = sampling.clone(skip_special_tokens=False)
     requests = [body.request(call_id, index, prompt, sampling, model) for index in range(sampling.n)]
     generation = Generation(engine, model.tokenizer, requests, choices_per_prompt=sampling.n)
-    want_logprobs = sampling.logprobs is not None
-    readers = [reply_reader(body, model, prompt) for _ in requests]
-    if body.stream:
-        head = {"id": call_id, "object": "chat.completion.chunk", "created": created, "model": model.id}
-        return EventStream(_events(generation, readers, head, model.tokenizer, want_logprobs, body.include_usage))
-    choices = await until_disconnect(receive, _collect(generation, readers, model.tokenizer, want_logprobs))
-    return json_response(
-        ChatCompletion(id=call_id, created=created, model=model.id, choices=choices, usage=generation.usage())
-    )
+    return generation, [reply_reader(body, model, prompt) for _ in requests]
 
 
 async def prompt_token_ids(body: ChatCompletionRequest, model: ServedModel) -> tuple[int, ...]:

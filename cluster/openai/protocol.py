@@ -404,6 +404,27 @@ class ChatCompletionRequest(GenerationRequest):
         return super().asked_max_tokens()
 
 
+class ResponsesRequest(Body):
+    """A request of the Responses API. Unknown fields change nothing; `responses.as_chat` checks the rest."""
+
+    input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
+
+    def _check_fields(self) -> None:
+        for name in ("previous_response_id", "conversation", "prompt", "background"):
+            if (self.model_extra or {}).get(name):
+                raise InvalidRequest(f"{name} is not supported: this server stores no responses", name)
+
+
 def _prompts(value: Any) -> list[str | list[int]]:
     """The four forms of `prompt` as one: a list whose elements are texts or lists of token ids."""
     if isinstance(value, str):

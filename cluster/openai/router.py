@@ -18,9 +18,11 @@ from .protocol import (
     DetokenizeRequest,
     ModelCard,
     ModelList,
+    ResponsesRequest,
     error_envelope,
     resolve_model,
 )
+from .responses import responses
 from .tokenize import detokenize, parse_tokenize, tokenize
 from .transport import ErrorEnvelopes, json_response, read_json
 
@@ -70,6 +72,11 @@ def build_app(
         raw = await read_json(request, max_body_bytes)
         body = CompletionRequest.parse(raw)
         return await completions(body, resolve_model(body.model, models()), engine, request.receive)
+
+    @app.post("/v1/responses")
+    async def create_response(request: Request) -> Response:
+        body = ResponsesRequest.parse(await read_json(request, max_body_bytes))
+        return await responses(body, resolve_model(body.model, models()), engine, request.receive)
 
     @app.post("/tokenize")
     async def create_tokens(request: Request) -> Response:

@@ -10,7 +10,7 @@ only looks like a call, and is none, stays text.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -147,7 +147,7 @@ class RequiredParser:
         return list(calls) if all(calls) else [self._held]  # type: ignore[arg-type]
 
 
-PARSERS = {"hermes": HermesParser, "llama3_json": Llama3JsonParser}
+PARSERS: dict[str, Callable[[], ToolCallParser]] = {"hermes": HermesParser, "llama3_json": Llama3JsonParser}
 
 
 def required_schema(functions: Sequence[dict[str, Any]], parallel: bool) -> dict[str, Any]:
