@@ -119,5 +119,5 @@ class GrammarMatcher:
 
     def _mask(self) -> np.ndarray:
         if self._matcher.is_error():  # a limit was met on the way: its mask allows nothing but the end
-            logger.warning("a structured output ended early: %s", self._matcher.get_error()[:300])
+            logger.warning("a structured output ended early: %s", self._matcher.stop_reason())
         return np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")

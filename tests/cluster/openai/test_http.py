@@ -80,6 +80,12 @@ def test_errors_speak_of_json(api, fields, message):
     assert error_of(api.post("/v1/chat/completions", body))["message"] == message
 
 
+def test_a_field_cannot_forge_a_line_of_the_log(api, caplog):
+    api.post("/v1/completions", {"prompt": "a", "x\r\nERROR forged": 1})
+    (message,) = [r.getMessage() for r in caplog.records if "unknown" in r.getMessage()]
+    assert "forged" in message and "\n" not in message and "\r" not in message
+
+
 def test_tokenize_gives_the_ids_of_a_prompt_and_detokenize_its_text(api):
     texts = api.post("/tokenize", {"prompt": "Hello", "return_token_strs": True}).json()
     assert (texts["count"], texts["token_strs"]) == (2, ["<s>", "Hello"]) and texts["max_model_len"] > 0
