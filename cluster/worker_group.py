@@ -99,7 +99,7 @@ class Leader:
             # Here and not elsewhere: how many threads an operation uses is a setting of the thread that calls it.
             self.engine = Engine(self.config, _show_progress(self.model), grammar_backend=GrammarCompiler)
             _say(f"warming up {self.model}")
-            self.engine.worker.warm_up()
+            self.engine.warm_up()
         except BaseException as error:
             self.loop.call_soon_threadsafe(self._loaded.set_exception, error)
             return

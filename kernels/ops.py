@@ -16,13 +16,15 @@ from typing import Any
 from torch import Tensor, dtype
 
 from . import reference
-from .reference import AttentionMetadata, DecoderLayer, DecoderStack, PackedLinear
+from .reference import AttentionMetadata, DecoderLayer, DecoderStack, PackedLinear, RankLost, Reduce
 
 __all__ = [
     "AttentionMetadata",
     "DecoderLayer",
     "DecoderStack",
     "PackedLinear",
+    "RankLost",
+    "Reduce",
     "add_rms_norm",
     "decoder",
     "embedding",
@@ -141,15 +143,18 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 def pack_decoder(
     layers: Sequence[DecoderLayer],
-    final_norm: Tensor,
+    final_norm: Tensor | None,
     cos_sin: Tensor,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
     eps: float,
 ) -> DecoderStack:
-    """A whole decoder, but for embedding and head, in the form that `decoder` wants. Once, at load."""
-    pack = _table(final_norm.device.type)["pack_decoder"]
+    """A whole decoder, but for embedding and head, in the form that `decoder` wants. Once, at load.
+
+    A pipeline stage that is not the last has no `final_norm`; heads are those of this rank.
+    """
+    pack = _table(cos_sin.device.type)["pack_decoder"]
     return pack(layers, final_norm, cos_sin, num_heads, num_kv_heads, head_dim, eps)
 
 
@@ -159,13 +164,24 @@ def decoder(
     positions: Tensor,
     kv_caches: Sequence[tuple[Tensor, Tensor]],
     metadata: AttentionMetadata,
+    reduce: Reduce | None = None,
 ) -> Tensor:
     """All layers over a mixed batch: the operations above in the order of a pre-norm decoder (Llama, Touvron 2023).
 
     embeddings [T, hidden], which may be overwritten; positions int64 [T]; kv_caches: K and V of each layer. Returns the
-    hidden states after the final norm, [T, hidden]. Bit for bit what the single operations of the backend give.
+    hidden states after the final norm, [T, hidden], or, without one, what the next stage takes as embeddings. Bit for
+    bit what the single operations of the backend give.
+
+    Under tensor parallelism `reduce` adds up the parts of o and down. A `shared_group` does it inside the one native
+    call; with any other the layers are run from here.
     """
-    return _table(embeddings.device.type)["decoder"](stack, embeddings, positions, kv_caches, metadata)
+    return _table(embeddings.device.type)["decoder"](stack, embeddings, positions, kv_caches, metadata, reduce)
+
+
+def native_library() -> Any:
+    """The CPU library that the operations run on, for `kernels.cpu.shared_group`; None where they run on PyTorch."""
+    known = _table("cpu").get("native_library")
+    return known() if known else None
 
 
 def greedy(logits: Tensor) -> Tensor:

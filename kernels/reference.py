@@ -3,7 +3,8 @@
 Written for reading, not for speed. Arithmetic is fp32 whatever the dtype of the tensors; results are rounded once.
 """
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,15 @@ from torch import Tensor
 
 GREEDY_TEMPERATURE = 1e-5  # below it a row takes its likeliest token (vLLM's bound)
 LOWEST_LOGPROB = -9999.0  # what the OpenAI API says instead of minus infinity
+
+
+# What adds up the parts that the ranks of a tensor-parallel group hold: (fp32 [T, H], dtype) -> their sum, rounded to
+# dtype, the same bits on every rank. Raises RankLost.
+Reduce = Callable[[Tensor, torch.dtype], Tensor]
+
+
+class RankLost(RuntimeError):
+    """A rank of the group did not come, or the group was aborted because one is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +69,7 @@ class DecoderStack:
     """Layers in the form the backend wants, and what they share. Opaque, as `PackedLinear`."""
 
     layers: tuple[DecoderLayer, ...]
-    final_norm: Tensor  # [hidden]
+    final_norm: Tensor | None  # [hidden]; None: the result is what the next stage begins with
     cos_sin: Tensor  # fp32 [max_position, rotary_dim]
     num_heads: int
     num_kv_heads: int
@@ -150,7 +160,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 def pack_decoder(
     layers: Sequence[DecoderLayer],
-    final_norm: Tensor,
+    final_norm: Tensor | None,
     cos_sin: Tensor,
     num_heads: int,
     num_kv_heads: int,
@@ -166,20 +176,28 @@ def decoder(
     positions: Tensor,
     kv_caches: Sequence[tuple[Tensor, Tensor]],
     metadata: AttentionMetadata,
+    reduce: Reduce | None = None,
+    operations: Any = sys.modules[__name__],
 ) -> Tensor:
+    """`operations` has the single ones; a backend that lacks a whole decoder for a case brings its own."""
+    do, dtype, out_dtype = operations, embeddings.dtype, None if reduce is None else torch.float32
     heads = (stack.num_heads, stack.num_kv_heads, stack.num_kv_heads)
     residual = embeddings
-    x = rms_norm(residual, stack.layers[0].input_norm, stack.eps)
+    x = do.rms_norm(residual, stack.layers[0].input_norm, stack.eps)
     next_norms = [*(layer.input_norm for layer in stack.layers[1:]), stack.final_norm]
     for layer, (k_cache, v_cache), next_norm in zip(stack.layers, kv_caches, next_norms, strict=True):
-        qkv = linear(x, layer.qkv).unflatten(-1, (sum(heads), stack.head_dim))
+        qkv = do.linear(x, layer.qkv).unflatten(-1, (sum(heads), stack.head_dim))
         q, k, v = qkv.split(heads, dim=1)  # views
-        rotary_and_cache(q, k, v, positions, stack.cos_sin, metadata.slot_mapping, k_cache, v_cache)
-        attended = paged_attention(q, k_cache, v_cache, metadata, stack.head_dim**-0.5)
-        x = linear(attended.flatten(1), layer.o)
-        x, residual = add_rms_norm(x, residual, layer.post_attention_norm, stack.eps)
-        x = linear(silu_and_mul(linear(x, layer.gate_up)), layer.down)
-        x, residual = add_rms_norm(x, residual, next_norm, stack.eps)
+        do.rotary_and_cache(q, k, v, positions, stack.cos_sin, metadata.slot_mapping, k_cache, v_cache)
+        attended = do.paged_attention(q, k_cache, v_cache, metadata, stack.head_dim**-0.5)
+        x = do.linear(attended.flatten(1), layer.o, out_dtype)
+        x = x if reduce is None else reduce(x, dtype)
+        x, residual = do.add_rms_norm(x, residual, layer.post_attention_norm, stack.eps)
+        x = do.linear(do.silu_and_mul(do.linear(x, layer.gate_up)), layer.down, out_dtype)
+        x = x if reduce is None else reduce(x, dtype)
+        if next_norm is None:
+            return residual + x
+        x, residual = do.add_rms_norm(x, residual, next_norm, stack.eps)
     return x
 
 

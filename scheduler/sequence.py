@@ -24,6 +24,7 @@ class Sequence:
         "num_sent_tokens",
         "num_sent_blocks",
         "last_step",
+        "num_in_flight",
     )
 
     def __init__(self, request: Request, seq_id: int, key: tuple[float, int], max_len: int):
@@ -40,6 +41,7 @@ class Sequence:
         self.num_sent_tokens = 0  # what the ranks know of it
         self.num_sent_blocks = 0
         self.last_step = -1  # the last step it had a share in
+        self.num_in_flight = 0  # steps that it has a share in and whose results are not in
 
     @property
     def num_prompt_tokens(self) -> int:

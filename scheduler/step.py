@@ -7,6 +7,11 @@ only for those with a smaller key, of which no new ones come once its key has pa
 - the running set is the smallest keys, as many as slots and blocks allow; a smaller key preempts a larger one;
 - blocks are handed out in key order; where they run out, the largest key is preempted (its KV is recomputed later).
   So the smallest key always advances, and since every sequence fits the pool alone, all of them end.
+
+Where the model is a pipeline of stages, several steps are in flight (Sarathi): a plan may be asked for before the last
+one's result is there. Every rank executes plans in order, so the next chunk of a prompt may follow the one before it,
+and a prefix may be shared as soon as the step that computes it is planned. A sequence whose next token is being drawn
+waits for it, and one in flight is not preempted: who needs its blocks waits for its step to come back.
 """
 
 from bisect import insort
@@ -17,6 +22,9 @@ from .errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from .plan import NewSequence, ScheduledSequence, StepPlan, StepResult
 from .request import Request, SequenceOutput
 from .sequence import Sequence
+
+# A pipeline's prompts are cut for several batches, but not finer: below this many tokens a step hardly gets shorter.
+MIN_PIPELINE_CHUNK = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +54,7 @@ class StepScheduler:
         eos_token_ids: tuple[int, ...] = (),
         enable_prefix_caching: bool = True,
         priority_weight: float = 10.0,
+        max_in_flight: int = 1,
     ):
         if max_model_len > num_blocks * block_size:
             raise ConfigError(
@@ -59,11 +68,13 @@ class StepScheduler:
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
         self.priority_weight = priority_weight
+        self.max_in_flight = max_in_flight  # steps at a time: the pipeline's stages
         self._sequences: dict[str, Sequence] = {}
         self._by_seq_id: dict[int, Sequence] = {}
         self._waiting: list[Sequence] = []  # both sorted by key
         self._running: list[Sequence] = []
         self._released: list[int] = []
+        self._in_flight: dict[int, tuple[int, list[Sequence]]] = {}  # step id -> tokens, who has a share in it
         self._next_seq_id = 0
         self._step_id = 0
         self._num_preemptions = 0
@@ -101,27 +112,40 @@ class StepScheduler:
     def has_unfinished(self) -> bool:
         return bool(self._sequences)
 
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that were planned and whose results are not in."""
+        return len(self._in_flight)
+
     def request_ids(self) -> list[str]:
         return list(self._sequences)
 
     # -- schedule -----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """Decide the next step. None where there is nothing to compute and nothing to tell the ranks."""
+        """Decide the next step. None where there is nothing to compute and nothing to tell the ranks.
+
+        With steps in flight, None may also mean that all there is to do waits for them.
+        """
         self._admit()
         shares = self._share_budget()
         new: list[NewSequence] = []
         scheduled: list[ScheduledSequence] = []
+        sharers: list[Sequence] = []
         for seq in list(self._running):  # in key order, so whom a shortage hits comes later and has got nothing yet
             num_tokens = shares.get(seq.seq_id, 0)
             if num_tokens and seq in self._running and self._grow(seq, num_tokens):
                 if not seq.num_sent_tokens:
                     new.append(_in_full(seq))
                 scheduled.append(self._take_step(seq, num_tokens))
+                sharers.append(seq)
         if not scheduled and not self._released:
             return None
         plan = StepPlan(self._step_id, tuple(self._released), tuple(new), tuple(scheduled))
         self._released.clear()
+        self._in_flight[self._step_id] = plan.num_tokens, sharers
+        for seq in sharers:
+            seq.num_in_flight += 1
         self._step_id += 1
         return plan
 
@@ -136,9 +160,10 @@ class StepScheduler:
             if len(blocks) < len(hashes) and pending.get(hashes[len(blocks)], seq.key) < seq.key:
                 continue  # a sequence before it is computing what it needs next: wait a few steps, then share
             while not self._fits(seq, blocks):
-                if not self._running or self._running[-1].key < seq.key:
+                victim = self._last_preemptible()
+                if victim is None or victim.key < seq.key:
                     return
-                self._preempt(self._running[-1])
+                self._preempt(victim)
             self.pool.share(blocks)
             seq.block_ids = blocks
             seq.num_computed_tokens = len(blocks) * self.block_size
@@ -178,10 +203,11 @@ class StepScheduler:
         ready = [s for s in self._running if not s.awaits_token]
         decodes = [s for s in ready if s.num_uncomputed_tokens == 1]
         prefills = [s for s in ready if s.num_uncomputed_tokens > 1]
-        budget = self.max_num_batched_tokens
+        budget = self._even_budget(ready)
         reserve = max(1, budget // 4) if prefills and budget > 1 else 0
-        if len(decodes) > budget - reserve:
-            decodes = sorted(decodes, key=lambda s: (s.last_step, s.key))[: budget - reserve]
+        most = min(budget - reserve, self._even_decodes(len(decodes) + len(self._running) - len(ready)))
+        if len(decodes) > most:
+            decodes = sorted(decodes, key=lambda s: (s.last_step, s.key))[:most]
         shares = {s.seq_id: 1 for s in decodes}
         budget -= len(decodes)
         if prefills:
@@ -194,13 +220,35 @@ class StepScheduler:
             budget -= share
         return shares
 
+    def _even_budget(self, ready: list[Sequence]) -> int:
+        """Tokens of this step, so that the batches in flight are about as long as each other."""
+        if self.max_in_flight == 1:
+            return self.max_num_batched_tokens
+        tokens = sum(s.num_uncomputed_tokens for s in ready) + sum(n for n, _ in self._in_flight.values())
+        return min(self.max_num_batched_tokens, max(MIN_PIPELINE_CHUNK, -(-tokens // self.max_in_flight)))
+
+    def _even_decodes(self, total: int) -> int:
+        """How many of `total` decodes this step may take: sizes of batches in flight differ by one at most."""
+        low, larger_ones = divmod(total, self.max_in_flight)
+        larger = sum(len(sharers) > low for _, sharers in self._in_flight.values())
+        return max(1, low + (larger < larger_ones))
+
+    def _last_preemptible(self) -> Sequence | None:
+        """The running sequence with the largest key of those that no step in flight works on."""
+        return next((s for s in reversed(self._running) if not s.num_in_flight), None)
+
     def _grow(self, seq: Sequence, num_tokens: int) -> bool:
-        """Allocate for `num_tokens` more tokens, preempting from the end of the order. False: `seq` itself was hit."""
+        """Allocate for `num_tokens` more tokens, preempting from the end of the order.
+
+        False: `seq` itself was hit, or waits for the steps in flight of those behind it.
+        """
         missing = self._blocks_for(seq.num_computed_tokens + num_tokens) - len(seq.block_ids)
         while missing > self.pool.num_free:
-            victim = self._running[-1]
-            self._preempt(victim)
-            if victim is seq:
+            last = self._last_preemptible()
+            if last is None or last.key < seq.key:
+                return False
+            self._preempt(last)
+            if last is seq:
                 return False
         seq.block_ids += self.pool.allocate(max(0, missing))
         return True
@@ -250,9 +298,12 @@ class StepScheduler:
     def update(self, result: StepResult) -> list[SequenceOutput]:
         """Take in the tokens that a step drew and end the sequences that are done.
 
-        Tokens of sequences that were aborted or preempted meanwhile are dropped.
+        Tokens of sequences that were aborted meanwhile are dropped.
         """
         outputs = []
+        _, sharers = self._in_flight.pop(result.step_id)
+        for sharer in sharers:
+            sharer.num_in_flight -= 1
         for sampled in result.tokens:
             seq = self._by_seq_id.get(sampled.seq_id)
             if seq is None or not seq.awaits_token or seq.last_step != result.step_id:
@@ -316,6 +367,11 @@ class StepScheduler:
             assert seq.num_computed_tokens <= len(seq.token_ids) <= seq.max_len
             assert seq.num_computed_tokens <= len(seq.block_ids) * self.block_size
             assert len(set(seq.block_ids)) == len(seq.block_ids)
+        in_flight = [seq for _, sharers in self._in_flight.values() for seq in sharers]
+        for seq in self._running + self._waiting:
+            assert seq.num_in_flight == in_flight.count(seq)
+        for seq in in_flight:
+            assert seq in self._running or seq.seq_id not in self._by_seq_id, "preempted in flight"
         assert users == self.pool.ref_counts, "the pool and the sequences disagree on who uses what"
         assert all(not s.block_ids and not s.num_computed_tokens for s in self._waiting)
 

@@ -95,6 +95,8 @@ class EngineConfig:
     priority_weight: float = 10.0  # seconds of waiting that one level of priority outweighs
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    tensor_parallel_weights: tuple[float, ...] | None = None  # a faster rank's is higher; None: equal shares
+    pipeline_stage_layers: tuple[int, ...] | None = None  # layers of each stage; None: balanced by measured time
     seed: int = 0  # of requests that bring none, offline
     cpu_threads: int | None = None  # None: the cores this process may use
 
@@ -155,6 +157,23 @@ class EngineConfig:
         weight = self.priority_weight
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
             raise ConfigError(f"priority_weight must be seconds, 0 or more, not {self.priority_weight!r}")
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if getattr(self, name) != 1:
-                raise ConfigError(f"{name} must be 1: this version runs a worker group as one rank")
+        self._check_list("tensor_parallel_weights", self.tensor_parallel_size, (int, float), "positive numbers")
+        self._check_list("pipeline_stage_layers", self.pipeline_parallel_size, (int,), "positive integers")
+
+    def _check_list(self, name: str, length: int, kinds: tuple[type, ...], what: str) -> None:
+        values = getattr(self, name)
+        if values is None:
+            return
+        if not isinstance(values, list | tuple) or not all(
+            isinstance(v, int | float) and isinstance(v, kinds) and not isinstance(v, bool) and 0 < v < math.inf
+            for v in values
+        ):
+            raise ConfigError(f"{name} must be a list of {what}, not {values!r}")
+        if len(values) != length:
+            raise ConfigError(f"{name} has {len(values)} entries; it takes one for each of {length}: {list(values)}")
+        object.__setattr__(self, name, tuple(values))
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the worker group."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size

@@ -8,8 +8,8 @@ from ..scheduler.request import Request, SequenceOutput
 from ..scheduler.step import SchedulerStats, StepScheduler
 from .checkpoint.load import Progress
 from .config import EngineConfig
+from .executor import Executor, make_executor
 from .sampler import GrammarBackend
-from .worker import Worker
 
 
 class Engine:
@@ -21,30 +21,40 @@ class Engine:
         progress: Progress | None = None,
         clock: Callable[[], float] = time.monotonic,
         grammar_backend: GrammarBackend | None = None,
+        executor: Executor | None = None,
     ):
-        """Without `grammar_backend` structured outputs are refused."""
+        """Without `grammar_backend` structured outputs are refused. An `executor` brings its own."""
         self.config = config
         self.clock = clock
-        self.worker = Worker(config, progress, grammar_backend)
+        self.executor = executor or make_executor(config, progress, grammar_backend=grammar_backend)
         self._has_grammars = grammar_backend is not None
         self.scheduler = StepScheduler(
-            num_blocks=self.worker.num_blocks,
+            num_blocks=self.executor.num_blocks,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=self.worker.max_model_len,
-            eos_token_ids=self.worker.model_config.eos_token_ids,
+            max_model_len=self.executor.max_model_len,
+            eos_token_ids=self.executor.model_config.eos_token_ids,
             enable_prefix_caching=config.enable_prefix_caching,
             priority_weight=config.priority_weight,
+            max_in_flight=self.executor.max_in_flight,
         )
 
     @property
     def max_model_len(self) -> int:
-        return self.worker.max_model_len
+        return self.executor.max_model_len
+
+    def warm_up(self) -> None:
+        """Let the first request find everything started. Before the first `step`."""
+        self.executor.warm_up()
+
+    def close(self) -> None:
+        """End the other ranks, if there are any. May come from any thread."""
+        self.executor.close()
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises `InvalidRequest` (`ContextLengthExceeded`) for one that cannot run."""
-        vocab_size = self.worker.model_config.vocab_size
+        vocab_size = self.executor.model_config.vocab_size
         for name, ids in (("prompt", request.prompt_token_ids), ("logit_bias", request.sampling.logit_bias)):
             wrong = next((t for t in ids if not 0 <= t < vocab_size), None)
             if wrong is not None:
@@ -59,15 +69,22 @@ class Engine:
         return self.scheduler.abort(request_id)
 
     def has_unfinished(self) -> bool:
-        return self.scheduler.has_unfinished()
+        return self.scheduler.has_unfinished() or self.scheduler.num_in_flight > 0
 
     def step(self) -> list[SequenceOutput]:
-        """Advance every scheduled sequence. Returns what they gained; empty while prompts are still being read."""
-        plan = self.scheduler.schedule()
-        if plan is None:
+        """Advance by the earliest step in flight, with as many behind it as the pipeline takes.
+
+        Returns what sequences gained; empty while prompts are still being read. Raises `EngineDead` where a rank is
+        lost: this engine is of no more use then.
+        """
+        while self.scheduler.num_in_flight < self.executor.max_in_flight:
+            plan = self.scheduler.schedule()
+            if plan is None:
+                break
+            self.executor.submit(plan)
+        if not self.scheduler.num_in_flight:
             return []
-        result = self.worker.execute(plan)
-        return self.scheduler.update(result)
+        return self.scheduler.update(self.executor.collect())
 
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -9,51 +10,64 @@ from torch import Tensor
 
 from ..scheduler.errors import ConfigError
 from .config import EngineConfig, ModelConfig
+from .partition import Shard, whole_model
 
 logger = logging.getLogger(__name__)
 
 _SHARE_OF_FREE_MEMORY = 0.25
 
 
-def allocate(config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    """K and V of every layer, zeroed, on pages that the system provides as they are first written."""
-    shape = (num_blocks, config.num_key_value_heads, block_size, config.head_dim)
+def allocate(
+    config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, shard: Shard | None = None
+) -> list[tuple[Tensor, Tensor]]:
+    """K and V of every layer of the rank, zeroed, on pages that the system provides as they are first written."""
+    shard = shard or whole_model(config)
+    shape = (num_blocks, len(shard.kv_heads), block_size, config.head_dim)
     num_bytes = int(np.prod(shape)) * dtype.itemsize
 
     def lazily_zeroed() -> Tensor:
         return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
 
-    return [(lazily_zeroed(), lazily_zeroed()) for _ in range(config.num_hidden_layers)]
+    return [(lazily_zeroed(), lazily_zeroed()) for _ in range(len(shard.layers))]
 
 
-def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
+def bytes_per_token(config: ModelConfig, dtype: torch.dtype, shard: Shard | None = None) -> int:
+    """What a token takes on the rank that `shard` describes."""
+    shard = shard or whole_model(config)
+    return 2 * len(shard.layers) * len(shard.kv_heads) * config.head_dim * dtype.itemsize
 
 
-def plan_capacity(config: ModelConfig, engine: EngineConfig, dtype: torch.dtype) -> tuple[int, int]:
-    """Decide (num_blocks, max_model_len).
+def plan_capacity(
+    config: ModelConfig, engine: EngineConfig, dtype: torch.dtype, shards: Sequence[Shard] = (), on_host: int = 1
+) -> tuple[int, int]:
+    """Decide (num_blocks, max_model_len) as far as this rank can: the group has the least of all ranks'.
 
     Without a setting the pool takes a quarter of the memory that is free, or less where `max_num_seqs` sequences of
-    full length need less. Raises `ConfigError` where the settings contradict each other or the model.
+    full length need less; `on_host` ranks share it. `shards` are the group's, this rank's first.
+    Raises `ConfigError` where the settings contradict each other or the model.
     """
+    shards = shards or (whole_model(config),)
     longest = config.max_position_embeddings
     if engine.max_model_len and engine.max_model_len > longest:
         raise ConfigError(f"max_model_len is {engine.max_model_len}, but the model was made for at most {longest}")
     wanted = engine.max_model_len or longest
-    block_bytes = bytes_per_token(config, dtype) * engine.block_size
     if engine.num_kv_blocks and engine.kv_cache_memory:
         raise ConfigError("num_kv_blocks and kv_cache_memory both say how large the KV pool is; give one")
     if engine.num_kv_blocks:
         num_blocks = engine.num_kv_blocks
     else:
         useful = engine.max_num_seqs * -(-wanted // engine.block_size)
-        memory = engine.kv_cache_memory or int(_available_memory() * _SHARE_OF_FREE_MEMORY)
+        if engine.kv_cache_memory:  # of the whole group
+            memory, holders = engine.kv_cache_memory, shards
+        else:
+            memory, holders = int(_available_memory() * _SHARE_OF_FREE_MEMORY) // on_host, shards[:1]
+        block_bytes = sum(bytes_per_token(config, dtype, shard) for shard in holders) * engine.block_size
         num_blocks = min(memory // block_bytes, useful)
+        if num_blocks == 0:
+            raise ConfigError(
+                f"kv_cache_memory holds no block; one of {engine.block_size} tokens takes {block_bytes} bytes"
+            )
     capacity = num_blocks * engine.block_size
-    if capacity == 0:
-        raise ConfigError(
-            f"kv_cache_memory holds no block; one of {engine.block_size} tokens takes {block_bytes} bytes"
-        )
     if wanted > capacity:
         if engine.max_model_len:
             raise ConfigError(

@@ -11,6 +11,7 @@ from ..kernels import ops
 from ..scheduler.plan import NewSequence, SampledToken, StepPlan, StepResult
 from ..scheduler.request import SamplingParams
 from .models.decoder import Decoder
+from .parallel import RankGroup
 from .sampler import MatcherFactory, Sampler, TokenMatcher
 
 
@@ -44,6 +45,8 @@ class StepInputs:
 
 
 class ModelRunner:
+    """`group` is how the rank reaches the others; None where it is alone. Grammars are the sampling rank's alone."""
+
     def __init__(
         self,
         model: Decoder,
@@ -51,26 +54,46 @@ class ModelRunner:
         block_size: int,
         eos_token_ids: Sequence[int],
         make_matcher: MatcherFactory | None = None,
+        group: RankGroup | None = None,
     ):
         self.model = model
         self.kv_caches = kv_caches
         self.block_size = block_size
+        self.group = group
         self.sampler = Sampler(eos_token_ids)
         self.make_matcher = make_matcher
         self.states: dict[int, SequenceState] = {}
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Compute a step. Plans must come in the order in which they were made."""
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        """Compute this rank's part of a step. Plans must come in the order in which they were made.
+
+        The result comes from the rank that samples, the first of the last stage; None from the others.
+        Raises `RankLost` where another rank is waited for in vain.
+        """
         self._apply(plan)
         sampled = [s.seq_id for s in plan.scheduled if s.sample]
+        shard, group = self.model.shard, self.group
+        nothing = StepResult(plan.step_id, ()) if shard.samples else None
         if not plan.scheduled:
-            return StepResult(plan.step_id, ())
+            return nothing
         inputs = self._prepare(plan)
-        hidden = self.model.forward(inputs.token_ids, inputs.positions, self.kv_caches, inputs.attention)
+        if shard.first_stage or group is None:
+            hidden = self.model.embed(inputs.token_ids)
+        else:
+            hidden = group.receive_hidden(plan.step_id, len(inputs.positions))
+        hidden = self.model.forward(hidden, inputs.positions, self.kv_caches, inputs.attention)
+        if group is not None and not shard.last_stage:
+            group.send_hidden(plan.step_id, hidden)
+            return None
         if not sampled:
-            return StepResult(plan.step_id, ())
+            return nothing
         logits = self.model.logits(hidden[inputs.sample_rows])
+        if group is not None:
+            whole = group.gather_logits(logits)
+            if whole is None:
+                return None
+            logits = whole
         tokens, logprobs = self.sampler.sample(logits, [self.states[s] for s in sampled])
         return StepResult(plan.step_id, tuple(map(SampledToken, sampled, tokens, logprobs)))
 

@@ -5,54 +5,75 @@ import os
 
 import torch
 
-from ..scheduler.plan import NewSequence, ScheduledSequence, StepPlan, StepResult
-from ..scheduler.request import SamplingParams
+from ..scheduler.plan import StepPlan, StepResult
 from . import kv_cache
-from .checkpoint.load import Progress, load_weights, open_checkpoint
+from .checkpoint.load import Checkpoint, Progress, load_weights, open_checkpoint
 from .config import EngineConfig, ModelConfig
 from .model_runner import ModelRunner
 from .models.decoder import Decoder
+from .parallel import RankGroup, Topology
 from .sampler import GrammarBackend
 
 logger = logging.getLogger(__name__)
 
 
-class Worker:
-    """Loading happens in the constructor and may take minutes; `progress(done, total)` reports bytes of weights.
+def model_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
+    """What the model is computed in."""
+    return getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
 
+
+class Worker:
+    """One rank of a group, or, without a `group`, the only one.
+
+    Loading happens in the constructor and may take minutes; `progress(done, total)` reports bytes of weights. Then
+    `num_blocks` and `max_model_len` say what this rank can hold, and `allocate` makes it ready to execute.
     Raises `CheckpointError` for a model that cannot be loaded, `ConfigError` for settings that do not fit it.
     """
 
     def __init__(
-        self, config: EngineConfig, progress: Progress | None = None, grammar_backend: GrammarBackend | None = None
+        self,
+        config: EngineConfig,
+        progress: Progress | None = None,
+        checkpoint: Checkpoint | None = None,
+        topology: Topology | None = None,
+        rank: int = 0,
+        grammar_backend: GrammarBackend | None = None,
     ):
-        torch.set_num_threads(config.cpu_threads or len(os.sched_getaffinity(0)))
-        checkpoint = open_checkpoint(config.model)
+        on_host = topology.on_host(rank) if topology else 1
+        torch.set_num_threads(config.cpu_threads or max(1, len(os.sched_getaffinity(0)) // on_host))
+        checkpoint = checkpoint or open_checkpoint(config.model)
+        self.config = config
+        self.grammar_backend = grammar_backend
         self.model_config: ModelConfig = checkpoint.config
-        dtype = getattr(torch, self.model_config.dtype if config.dtype == "auto" else config.dtype)
-        self.num_blocks, self.max_model_len = kv_cache.plan_capacity(self.model_config, config, dtype)
-        model = Decoder(self.model_config, load_weights(checkpoint, dtype, progress), self.max_model_len)
-        caches = kv_cache.allocate(self.model_config, self.num_blocks, config.block_size, dtype)
+        self.dtype = model_dtype(config, self.model_config)
+        self.shard = topology.shards[rank] if topology else None
+        shards = [self.shard, *(s for s in topology.shards if s.rank != rank)] if topology and self.shard else []
+        self.num_blocks, self.max_model_len = kv_cache.plan_capacity(
+            self.model_config, config, self.dtype, shards, on_host
+        )
+        self._weights = load_weights(checkpoint, self.dtype, progress, self.shard)
+
+    def allocate(self, num_blocks: int, max_model_len: int, group: RankGroup | None = None) -> None:
+        """Build the model and a KV pool of `num_blocks` blocks, the least that any rank of the group holds."""
+        self.num_blocks, self.max_model_len = num_blocks, max_model_len
+        reduce = None if group is None else group.reduce
+        model = Decoder(self.model_config, self._weights, max_model_len, self.shard, reduce)
+        del self._weights
+        caches = kv_cache.allocate(self.model_config, num_blocks, self.config.block_size, self.dtype, self.shard)
         ends = self.model_config.eos_token_ids
-        make_matcher = grammar_backend(config.model, config.tokenizer, ends) if grammar_backend else None
-        self.runner = ModelRunner(model, caches, config.block_size, ends, make_matcher)
+        make_matcher = None
+        if self.grammar_backend and model.shard.samples:
+            make_matcher = self.grammar_backend(self.config.model, self.config.tokenizer, ends)
+        self.runner = ModelRunner(model, caches, self.config.block_size, ends, make_matcher, group)
         logger.info(
             "loaded %s: %d layers, %s, KV pool of %d tokens, context of %d",
-            config.model,
-            self.model_config.num_hidden_layers,
-            dtype,
-            self.num_blocks * config.block_size,
-            self.max_model_len,
+            self.config.model,
+            len(model.shard.layers),
+            self.dtype,
+            num_blocks * self.config.block_size,
+            max_model_len,
         )
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        """This rank's part of a step; the result comes from the one that samples."""
         return self.runner.execute(plan)
-
-    def warm_up(self) -> None:
-        """Run a prefill and a decode so that the first request does not pay for libraries and kernels starting up."""
-        sampling = SamplingParams(temperature=0.0, seed=0)
-        length = min(self.runner.block_size, self.max_model_len)
-        prompt = NewSequence(-1, (0,) * length, length, sampling, 0)
-        self.execute(StepPlan(-2, (), (prompt,), (ScheduledSequence(-1, 0, length, (), (0,), True),)))
-        self.execute(StepPlan(-1, (), (), (ScheduledSequence(-1, length - 1, 1, (), (), True),)))
-        self.execute(StepPlan(0, (-1,), (), ()))

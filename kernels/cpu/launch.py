@@ -5,13 +5,16 @@ import ctypes
 import mmap
 import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..reference import AttentionMetadata, DecoderLayer, DecoderStack, PackedLinear
+from .. import reference
+from ..reference import AttentionMetadata, DecoderLayer, DecoderStack, PackedLinear, Reduce
 from .library import NativeLibrary
+from .shared_group import SharedGroup
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -26,6 +29,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "pagedray_decoder_layers": [
         *[_INT32, *[_POINTER] * 5, _INT64, *[_POINTER] * 9],
         *[_FLOAT] * 2,
+        _POINTER,
         _INT32,
     ],
     "pagedray_pack_linear": [_INT32, *[_POINTER] * 2, *[_INT64] * 3, _INT32],
@@ -58,7 +62,7 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
     functions = {}
     for name, signature in _SIGNATURES.items():
         function = getattr(library.functions, name)
-        function.argtypes, function.restype = signature, None
+        function.argtypes, function.restype = signature, _INT32 if name == "pagedray_decoder_layers" else None
         functions[name.removeprefix("pagedray_")] = function
     packed_size = library.functions.pagedray_packed_size
     packed_size.argtypes, packed_size.restype = [_INT64, _INT64], _INT64
@@ -245,14 +249,14 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
 
     def pack_decoder(
         layers: Sequence[DecoderLayer],
-        final_norm: Tensor,
+        final_norm: Tensor | None,
         cos_sin: Tensor,
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
         eps: float,
     ) -> DecoderStack:
-        (hidden,), qkv = final_norm.shape, (num_heads + 2 * num_kv_heads) * head_dim
+        (hidden,), qkv = layers[0].input_norm.shape, (num_heads + 2 * num_kv_heads) * head_dim
         intermediate = layers[0].down.in_features
         _check(
             cos_sin.dtype == torch.float32 and cos_sin.is_contiguous() and cos_sin.shape[1] <= head_dim,
@@ -264,8 +268,9 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
         for layer in layers:
             linears = (layer.qkv, layer.o, layer.gate_up, layer.down)
             shapes = ((qkv, hidden), (hidden, num_heads * head_dim), (2 * intermediate, hidden), (hidden, intermediate))
-            norms = (layer.input_norm, layer.post_attention_norm)
-            _dtype("pack_decoder", final_norm, *norms, *(linear.data for linear in linears))
+            norms: tuple[Tensor, ...] = (layer.input_norm, layer.post_attention_norm)
+            norms += () if final_norm is None else (final_norm,)
+            _dtype("pack_decoder", *norms, *(linear.data for linear in linears))
             _check(
                 all((p.out_features, p.in_features) == shape for p, shape in zip(linears, shapes, strict=True))
                 and all(n.shape == (hidden,) and n.is_contiguous() for n in norms),
@@ -273,7 +278,7 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
                 f"norms [{hidden}], linears of {shapes}",
                 *norms,
             )
-            pointers += [n.data_ptr() for n in norms]
+            pointers += [n.data_ptr() for n in norms[:2]]
             for linear in linears:
                 pointers += [linear.data.data_ptr(), None if linear.bias is None else linear.bias.data_ptr()]
         table = (_POINTER * len(pointers))(*pointers)
@@ -285,14 +290,19 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
         positions: Tensor,
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         metadata: AttentionMetadata,
+        reduce: Reduce | None = None,
     ) -> Tensor:
+        group = reduce if isinstance(reduce, SharedGroup) else None
+        if reduce is not group:
+            return reference.decoder(stack, embeddings, positions, kv_caches, metadata, reduce, single_operations)
         caches = [cache for pair in kv_caches for cache in pair]
-        dtype = _dtype("decoder", embeddings, stack.final_norm, *caches)
+        final_norm = stack.final_norm
+        dtype = _dtype("decoder", embeddings, stack.layers[0].input_norm, *caches)
         tokens, hidden = embeddings.shape
         slots, num_layers, intermediate = metadata.slot_mapping, len(stack.layers), stack.layers[0].down.in_features
         _check(
             embeddings.is_contiguous()
-            and stack.final_norm.shape == (hidden,)
+            and stack.layers[0].input_norm.shape == (hidden,)
             and positions.dtype == slots.dtype == torch.int64
             and positions.shape == slots.shape == (tokens,)
             and positions.is_contiguous()
@@ -300,8 +310,8 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
             and metadata.max_seq_len <= stack.cos_sin.shape[0]
             and len(kv_caches) == num_layers,
             "decoder",
-            f"embeddings [T, {stack.final_norm.shape[0]}], positions and slot_mapping int64 [T], contiguous, a pair of "
-            f"caches for each of {num_layers} layers, max_seq_len {metadata.max_seq_len} within cos_sin",
+            f"embeddings [T, {stack.layers[0].input_norm.shape[0]}], positions and slot_mapping int64 [T], contiguous, "
+            f"a pair of caches for each of {num_layers} layers, max_seq_len {metadata.max_seq_len} within cos_sin",
             embeddings,
             positions,
             slots,
@@ -313,11 +323,14 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
         starts, lengths, tables = _check_metadata("decoder", metadata, block_size)
         heads = stack.num_heads * stack.head_dim
         qkv = heads + 2 * num_kv_heads * stack.head_dim
+        if group is not None:
+            rule = f"at most {group.slot_bytes // (4 * hidden)} tokens at a time in a shared group"
+            _check(4 * tokens * hidden <= group.slot_bytes, "decoder", rule, embeddings)
         x = torch.empty_like(embeddings)
         wide = embeddings.new_empty(tokens, max(qkv, 2 * intermediate))
         narrow = embeddings.new_empty(tokens, max(heads, intermediate))
         sizes = (tokens, hidden, intermediate, stack.num_heads, num_kv_heads, stack.head_dim, stack.cos_sin.shape[1])
-        functions["decoder_layers"](
+        status = functions["decoder_layers"](
             dtype,
             x.data_ptr(),
             embeddings.data_ptr(),
@@ -326,7 +339,7 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
             stack.native,
             num_layers,
             (_POINTER * len(caches))(*(cache.data_ptr() for cache in caches)),
-            stack.final_norm.data_ptr(),
+            None if final_norm is None else final_norm.data_ptr(),
             positions.data_ptr(),
             stack.cos_sin.data_ptr(),
             slots.data_ptr(),
@@ -336,9 +349,12 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
             (_INT64 * 10)(*sizes, block_size, lengths.shape[0], tables.shape[1]),
             stack.eps,
             stack.head_dim**-0.5,
+            None if group is None else group.pointer,
             threads(),
         )
-        return x
+        if group is not None:
+            group.check(status)
+        return embeddings if final_norm is None else x
 
     def greedy(logits: Tensor) -> Tensor:
         _check(
@@ -382,7 +398,16 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
         )
         return out
 
+    single_operations = SimpleNamespace(
+        linear=linear,
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        silu_and_mul=silu_and_mul,
+        rotary_and_cache=rotary_and_cache,
+        paged_attention=paged_attention,
+    )
     return {
+        "native_library": lambda: library,
         "pack_linear": pack_linear,
         "linear": linear,
         "rms_norm": rms_norm,

@@ -80,7 +80,7 @@ def main():
         server, url = start_server(args.model, home)
         try:
             llm = LLM(args.model, use_tqdm=False, **SETTINGS)
-            llm.engine.worker.warm_up()
+            llm.engine.warm_up()
             for concurrency in (1, 8):
                 turns = []
                 for seed in range(args.rounds + 1):

@@ -94,7 +94,6 @@ def test_what_is_left_out_or_empty_has_its_default():
         (one(engine_kwargs={"model": "x"}), "llm_configs[0].engine_kwargs.model is not a setting: say model_loading"),
         (one(engine_kwargs={"trust_remote_code": True}), "trust_remote_code must be False or left out"),
         (one(engine_kwargs={"cpu_offload_gb": False}), "cpu_offload_gb must be 0 or left out"),
-        (one(engine_kwargs={"tensor_parallel_size": 2}), "llm_configs[0].engine_kwargs.tensor_parallel_size must be 1"),
         (one(model_id=""), "llm_configs[0].model_loading_config.model_id must have at least 1 character"),
         (one(model_id=3), "llm_configs[0].model_loading_config.model_id must be a valid string, not 3"),
         ({"llm_configs": [{}]}, "llm_configs[0].model_loading_config is missing"),

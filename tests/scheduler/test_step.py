@@ -1,5 +1,7 @@
 """StepScheduler: properties over random arrivals, then the cases that froze or starved other engines."""
 
+from collections import deque
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,6 +39,7 @@ class Run:
         self.ranks = {}  # seq_id -> token ids, as a rank would know them
         self.blocks = {}  # seq_id -> block ids
         self.kv = {}  # (block, offset) -> the token prefix whose KV it holds
+        self.in_flight = deque()  # results that the scheduler has not been told
 
     def add(self, req, now=0.0):
         self.scheduler.add(req, now)
@@ -48,8 +51,16 @@ class Run:
         plan = s.schedule()
         s.check_integrity()
         if plan is None:
-            assert not s.has_unfinished(), "work is left and nothing is scheduled"
-            return None
+            assert self.in_flight or not s.has_unfinished(), "work is left and nothing is scheduled"
+        else:
+            self.execute(plan)
+        if self.in_flight and (plan is None or len(self.in_flight) == s.max_in_flight):
+            self.take_in(self.in_flight.popleft())
+        return plan
+
+    def execute(self, plan):
+        """What ranks do. Plans are executed in order, so doing it at once is as good as doing it in a pipeline."""
+        s = self.scheduler
         assert plan.num_tokens <= s.max_num_batched_tokens
         assert plan.scheduled or plan.released
         for seq_id in plan.released:
@@ -75,19 +86,21 @@ class Run:
             assert share.sample == (share.num_computed_tokens + share.num_tokens == len(tokens))
             if share.sample:
                 drawn.append(SampledToken(share.seq_id, self.next_token(tokens)))
-        for output in s.update(StepResult(plan.step_id, tuple(drawn))):
+        self.in_flight.append(StepResult(plan.step_id, tuple(drawn)))
+
+    def take_in(self, result):
+        for output in self.scheduler.update(result):
             assert output.request_id not in self.finish
             self.tokens[output.request_id] += output.token_ids
-            self.first_step.setdefault(output.request_id, plan.step_id)
-            self.token_steps.setdefault(output.request_id, []).append(plan.step_id)
+            self.first_step.setdefault(output.request_id, result.step_id)
+            self.token_steps.setdefault(output.request_id, []).append(result.step_id)
             if output.finish_reason:
                 self.finish[output.request_id] = output.finish_reason
-        s.check_integrity()
-        return plan
+        self.scheduler.check_integrity()
 
     def to_the_end(self, limit=20_000):
         for _ in range(limit):
-            if not self.scheduler.has_unfinished():
+            if not self.scheduler.has_unfinished() and not self.in_flight:
                 self.step()  # tells the ranks what to forget
                 assert not self.ranks
                 assert self.scheduler.pool.num_free == self.scheduler.pool.num_blocks
@@ -134,6 +147,7 @@ def workloads(draw):
             max_num_batched_tokens=draw(st.integers(1, 40)),
             enable_prefix_caching=draw(st.booleans()),
             priority_weight=draw(st.sampled_from([0.0, 1.0, 10.0])),
+            max_in_flight=draw(st.integers(1, 4)),
         ),
         requests=requests,
         arrivals=draw(st.lists(st.integers(0, 6), min_size=len(requests), max_size=len(requests))),
@@ -357,16 +371,52 @@ def test_bad_requests_are_refused():
     assert not scheduler.abort("unknown")
 
 
-def test_a_late_token_of_a_preempted_sequence_is_dropped():
+def test_a_late_token_of_an_aborted_sequence_is_dropped():
     scheduler = make(max_num_seqs=1)
     scheduler.add(request("low", 3, 5, priority=5), 0.0)
     plan = scheduler.schedule()
-    scheduler.add(request("high", 3, 1), 0.1)
-    other = scheduler.schedule()
+    scheduler.abort("low")
+    scheduler.check_integrity()
     late = StepResult(plan.step_id, (SampledToken(plan.scheduled[0].seq_id, 7),))
     assert scheduler.update(late) == []
-    assert other.released == (plan.scheduled[0].seq_id,)
+    assert scheduler.schedule().released == (plan.scheduled[0].seq_id,)
     scheduler.check_integrity()
+
+
+def test_who_is_in_flight_is_preempted_only_when_its_step_is_back():
+    scheduler = make(max_num_seqs=1, max_in_flight=2)
+    scheduler.add(request("low", 3, 5, priority=5), 0.0)
+    plan = scheduler.schedule()
+    low = plan.scheduled[0].seq_id
+    scheduler.add(request("high", 3, 1), 0.1)
+    assert scheduler.schedule() is None
+    (output,) = scheduler.update(StepResult(plan.step_id, (SampledToken(low, 7),)))
+    assert (output.request_id, output.token_ids) == ("low", (7,))
+    after = scheduler.schedule()
+    assert after.released == (low,) and [new.num_prompt_tokens for new in after.new] == [3]
+    scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_the_decodes_of_a_pipeline_are_dealt_out_evenly(stages):
+    run = Run(make(num_blocks=256, max_num_seqs=16, max_in_flight=stages))
+    for i in range(13):
+        run.add(request(i, [i + 1], 40, ignore_eos=True))
+    sizes = [plan.num_tokens for plan in (run.step() for _ in range(60)) if plan is not None]
+    settled = sizes[4 * stages : -2 * stages]
+    assert min(settled) > 0 and max(settled) - min(settled) <= 1
+    run.to_the_end()
+
+
+def test_a_long_prompt_of_a_pipeline_is_cut_for_all_its_stages():
+    run = Run(make(num_blocks=256, max_num_batched_tokens=512, max_in_flight=2))
+    run.add(request("long", [9] * 400, 2))
+    assert [run.step().num_tokens for _ in range(2)] == [200, 200]
+    run.to_the_end()
+    short = Run(make(max_num_batched_tokens=512, max_in_flight=4))
+    short.add(request("short", [9] * 60, 2))
+    assert short.step().num_tokens == 60
+    short.to_the_end()
 
 
 def chaotic_no_eos(tokens):

@@ -103,20 +103,20 @@ def run(engine, requests, between_steps=None):
             between_steps(engine)
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
     engine.step()  # tells the rank what to forget
-    assert not engine.worker.runner.states
+    assert not engine.executor.worker.runner.states
     return list(answers.values())
 
 
 def record_plans(engine):
     """The list that every plan of `engine` is appended to from now on."""
     plans = []
-    execute = engine.worker.execute
+    execute = engine.executor.worker.execute
 
     def recording(plan):
         plans.append(plan)
         return execute(plan)
 
-    engine.worker.execute = recording
+    engine.executor.worker.execute = recording
     return plans
 
 
@@ -305,7 +305,7 @@ def test_an_abort_before_the_first_step_and_of_the_last_request(save):
     engine.step()
     assert engine.abort_request("0") and not engine.has_unfinished()
     assert engine.stats().num_used_blocks == 0
-    assert engine.step() == [] and not engine.worker.runner.states
+    assert engine.step() == [] and not engine.executor.worker.runner.states
     assert len(run(engine, greedy(PROMPTS[:1]))[0].token_ids) == MAX_TOKENS
 
 
@@ -366,6 +366,6 @@ def test_bfloat16_is_close_to_float32(save, kind):
 def test_warm_up_leaves_nothing_behind(save):
     model, folder = save()
     engine = engine_for(folder)
-    engine.worker.warm_up()
-    assert not engine.worker.runner.states
+    engine.warm_up()
+    assert not engine.executor.worker.runner.states
     assert_equal(run(engine, greedy(PROMPTS)), list(map(partial(transformers_answer, model), PROMPTS)))

@@ -1,4 +1,7 @@
-"""A decoder of the Llama family, described by its `ModelConfig`. Says what is computed; `kernels.ops` decides how."""
+"""A decoder of the Llama family, described by its `ModelConfig`, or a rank's shard of it.
+
+Says what is computed; `kernels.ops` decides how.
+"""
 
 from collections.abc import Sequence
 
@@ -7,42 +10,65 @@ from torch import Tensor
 
 from ...kernels import ops
 from ..config import ModelConfig
+from ..partition import Shard, whole_model
 from ..rope import cos_sin_table
 from .weights import DecoderWeights, LayerWeights
 
 
 class Decoder:
-    """Token ids to logits, with keys and values in paged caches."""
+    """Token ids to logits, with keys and values in paged caches: the part of it that `shard` says.
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, max_model_len: int):
+    `reduce` adds up what tensor-parallel ranks have in part; None where a rank has all.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        max_model_len: int,
+        shard: Shard | None = None,
+        reduce: ops.Reduce | None = None,
+    ):
         self.config = config
+        self.shard = shard = shard or whole_model(config)
+        self.reduce = reduce
         self.embed_tokens = weights.embed_tokens
         layers = []
         while weights.layers:  # one layer's weights and their packed copy at a time
             layers.append(_pack(weights.layers.pop(0)))
         self.stack = ops.pack_decoder(
             layers,
-            final_norm=weights.norm,
+            final_norm=weights.norm if shard.last_stage else None,
             cos_sin=cos_sin_table(config.rope, config.head_dim, max_model_len),
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
+            num_heads=len(shard.heads),
+            num_kv_heads=len(shard.kv_heads),
             head_dim=config.head_dim,
             eps=config.rms_norm_eps,
         )
-        self.lm_head = ops.pack_linear(weights.lm_head)
+        self.lm_head = ops.pack_linear(weights.lm_head) if shard.last_stage else None
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids int64 [num_tokens] -> [num_tokens, hidden]; each rank looks up the rows of its vocabulary."""
+        if self.reduce is None:
+            return ops.embedding(token_ids, self.embed_tokens)
+        local = token_ids - self.shard.vocab.start
+        mine = (local >= 0) & (local < len(self.shard.vocab))
+        rows = ops.embedding(local.where(mine, 0), self.embed_tokens).float()
+        return self.reduce(rows * mine.unsqueeze(1), self.embed_tokens.dtype)
 
     def forward(
         self,
-        token_ids: Tensor,  # [num_tokens] int64
+        hidden: Tensor,  # [num_tokens, hidden]: embeddings, or what the stage before returned; may be overwritten
         positions: Tensor,  # [num_tokens] int64
         kv_caches: Sequence[tuple[Tensor, Tensor]],  # per layer; [num_blocks, num_kv_heads, block_size, head_dim]
         metadata: ops.AttentionMetadata,
     ) -> Tensor:
-        """Run all layers over a mixed batch; write its keys and values. Returns hidden states [num_tokens, hidden]."""
-        return ops.decoder(self.stack, ops.embedding(token_ids, self.embed_tokens), positions, kv_caches, metadata)
+        """Run this rank's layers over a mixed batch; write its keys and values. Returns [num_tokens, hidden]."""
+        return ops.decoder(self.stack, hidden, positions, kv_caches, metadata, self.reduce)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [n, hidden] to logits [n, vocab] in fp32."""
+        """Hidden states [n, hidden] of the last stage to logits of this rank's vocabulary, [n, vocab] in fp32."""
+        assert self.lm_head is not None, "only the last stage has the head"
         return ops.linear(hidden, self.lm_head, torch.float32)
 
 

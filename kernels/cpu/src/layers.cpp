@@ -2,6 +2,9 @@
 //     x = norm(h);  for each layer:  x = o(attention(rotary(qkv(x))));  h += x;  x = down(silu_and_mul(gate_up(norm(h))));
 //     h += x;  x = norm(h) with the next layer's weight, in the end with the final one
 // What it saves is the way from Python to each of them and back, which is a third of a small model's decode step.
+// Under tensor parallelism o and down give a rank's part of x, in fp32; the ranks of one host add them up on the spot.
+#include "pool.h"
+#include "shared_group.h"
 #include "simd.h"
 
 extern "C" {
@@ -39,21 +42,42 @@ struct Sizes {
 
 using namespace pagedray;
 
+// h += x
+template <class T>
+static void add(T* h, const T* x, int64_t rows, int64_t hidden, int threads) {
+    parallel_for(rows, 32768 / hidden + 1, threads, [&](int64_t r) {
+        for_each_vector(hidden, [&](int64_t j, auto get, auto put) {
+            put(h + r * hidden + j, get(h + r * hidden + j) + get(x + r * hidden + j));
+        });
+    });
+}
+
 // `residual` [tokens, hidden] comes in as the embeddings; `x` [tokens, hidden] goes out as the normed hidden states. `wide`
 // is scratch for [tokens, max(qkv, 2 intermediate)], `narrow` for [tokens, max(num_heads head_dim, intermediate)].
-// `caches` holds each layer's K and V.
-PAGEDRAY_API void pagedray_decoder_layers(int32_t dtype, void* x, void* residual, void* wide, void* narrow,
+// `caches` holds each layer's K and V. Where `final_norm` is null, for another stage comes next, the result is `residual`.
+// Heads and intermediate are this rank's; `group` is null where it has all of them. Returns what SharedGroup's waits do.
+PAGEDRAY_API int32_t pagedray_decoder_layers(int32_t dtype, void* x, void* residual, void* wide, void* narrow,
                                           const Layer* layers, int64_t num_layers, void* const* caches,
                                           const void* final_norm, const int64_t* positions, const float* cos_sin,
                                           const int64_t* slots, const int32_t* query_start_loc, const int32_t* seq_lens,
                                           const int32_t* block_tables, const Sizes* sizes, float eps, float scale,
-                                          int32_t threads) {
+                                          SharedGroup* group, int32_t threads) {
     const auto& [tokens, hidden, intermediate, num_heads, num_kv_heads, head_dim, rotary_dim, block_size, sequences,
                  max_blocks] = *sizes;
     const int64_t heads = num_heads * head_dim, kv_heads = num_kv_heads * head_dim, qkv = heads + 2 * kv_heads;
     const int64_t element = dtype == BFLOAT16 ? sizeof(bf16) : sizeof(float);
     const auto linear = [&](void* out, const void* in, const Linear& l, int64_t n, int64_t k) {
         pagedray_linear(dtype, dtype, out, in, l.weight, l.bias, tokens, n, k, k, threads);
+    };
+    // x = linear(in), summed over the ranks
+    const auto linear_to_x = [&](const void* in, const Linear& l, int64_t k) -> int32_t {
+        if (!group) {
+            linear(x, in, l, hidden, k);
+            return 0;
+        }
+        pagedray_linear(dtype, FLOAT32, group->next_slot(), in, l.weight, l.bias, tokens, hidden, k, k, threads);
+        return dtype == BFLOAT16 ? group->reduce(static_cast<bf16*>(x), tokens, hidden, threads)
+                                 : group->reduce(static_cast<float*>(x), tokens, hidden, threads);
     };
     char* const q = static_cast<char*>(wide);
     char* const k = q + heads * element;
@@ -68,13 +92,19 @@ PAGEDRAY_API void pagedray_decoder_layers(int32_t dtype, void* x, void* residual
                                   num_heads, num_kv_heads, head_dim, rotary_dim, block_size, threads);
         pagedray_paged_attention(dtype, narrow, q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, sequences,
                                  max_blocks, qkv, num_heads, num_kv_heads, head_dim, block_size, scale, threads);
-        linear(x, narrow, layer.o, hidden, heads);
+        if (const int32_t status = linear_to_x(narrow, layer.o, heads)) return status;
         pagedray_add_rms_norm(dtype, x, residual, x, residual, layer.post_attention_norm, tokens, hidden, hidden,
                               hidden, eps, threads);
         linear(wide, x, layer.gate_up, 2 * intermediate, hidden);
         pagedray_silu_and_mul(dtype, narrow, wide, tokens, intermediate, 2 * intermediate, threads);
-        linear(x, narrow, layer.down, hidden, intermediate);
+        if (const int32_t status = linear_to_x(narrow, layer.down, intermediate)) return status;
         const void* next_norm = l + 1 < num_layers ? layers[l + 1].input_norm : final_norm;
-        pagedray_add_rms_norm(dtype, x, residual, x, residual, next_norm, tokens, hidden, hidden, hidden, eps, threads);
+        if (next_norm)
+            pagedray_add_rms_norm(dtype, x, residual, x, residual, next_norm, tokens, hidden, hidden, hidden, eps, threads);
+        else if (dtype == BFLOAT16)
+            add(static_cast<bf16*>(residual), static_cast<const bf16*>(x), tokens, hidden, threads);
+        else
+            add(static_cast<float*>(residual), static_cast<const float*>(x), tokens, hidden, threads);
     }
+    return 0;
 }
