@@ -15,14 +15,25 @@ from ..scheduler.plan import NewSequence, ScheduledSequence, StepPlan, StepResul
 from ..scheduler.request import SamplingParams
 from .checkpoint.load import Checkpoint, Progress, open_checkpoint
 from .config import EngineConfig, ModelConfig
-from .members import Launcher, LocalRank, Members
-from .messages import Assignment, Capacity, Loaded, Ready, Serve
+from .members import Launcher, LocalRank, Members, RankHandle
+from .messages import Assignment, Capacity, GroupAddress, Loaded, Ready, Serve
 from .parallel import HostIdentity, Peer, Topology, choose_road, connect
 from .partition import Shard, check_degrees, partition
 from .sampler import GrammarBackend
 from .stage_costs import measure
 from .wire import WireError
 from .worker import Worker, model_dtype
+
+__all__ = [
+    "Executor",
+    "GroupAddress",
+    "GroupExecutor",
+    "InlineExecutor",
+    "Launcher",
+    "RankHandle",
+    "make_executor",
+    "warm_up_plans",
+]
 
 STEP_SECONDS = 60.0  # a step that takes longer is taken for a hang
 _ECHO_SECONDS = 1.0  # beyond the silence that counts as a loss: time to hear who is lost

@@ -43,6 +43,14 @@ class Monitor:
             self._thread.join(2 * BEAT_SECONDS)
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception as error:  # without this thread nobody would notice a loss: better give up now
+            for rank in list(self._connections):
+                self._on_lost(rank, f"its connection cannot be watched: {error!r}")
+            raise
+
+    def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
             for rank, connection in self._connections.items():
                 selector.register(connection, selectors.EVENT_READ, rank)

@@ -106,6 +106,7 @@ class GlooGroup:
         options = ProcessGroupGloo._Options()
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=WAIT_SECONDS)
+        store.set_timeout(options._timeout)
         self._group = ProcessGroupGloo(store, rank, size, options)
         self.rank, self.size = rank, size
         self._aborted = threading.Event()

@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedray.scheduler.errors import ConfigError
+from pagedray.workers.checkpoint.load import load_weights, open_checkpoint
 from pagedray.workers.config import EngineConfig, ModelConfig
 from pagedray.workers.partition import StageCosts, apportion, balance, check_degrees, partition, whole_model
 
@@ -189,3 +191,55 @@ def test_stages_are_balanced_by_time(layers, stages, embedding, head):
 def test_a_heavy_head_takes_layers_from_its_stage():
     assert balance(30, 2, StageCosts(1, 0, 4)) == [17, 13]
     assert balance(5, 2, StageCosts(1, 0, 0)) == [3, 2]
+
+
+class Counting:
+    """A checkpoint that notes how much of each tensor is read."""
+
+    def __init__(self, checkpoint):
+        self.checkpoint, self.config = checkpoint, checkpoint.config
+        self.names, self.shape, self.num_bytes = checkpoint.names, checkpoint.shape, checkpoint.num_bytes
+        self.read_values = {}
+
+    def read(self, name, *where):
+        values = self.checkpoint.read(name, *where)
+        self.read_values[name] = self.read_values.get(name, 0) + values.numel()
+        return values
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_rank_reads_its_slices_and_no_more(tie, tiny_llama, tmp_path):
+    tiny_llama(num_hidden_layers=3, attention_bias=True, mlp_bias=True, tie_word_embeddings=tie).save_pretrained(
+        tmp_path
+    )
+    checkpoint = open_checkpoint(str(tmp_path))
+    whole = load_weights(checkpoint, torch.float32)
+    shards = partition(checkpoint.config, settings(tp=2, pp=2))
+    dim = checkpoint.config.head_dim
+    heads, kv_heads = checkpoint.config.num_attention_heads * dim, checkpoint.config.num_key_value_heads * dim
+    read = {}
+    for shard in shards:
+        counting = Counting(checkpoint)
+        weights = load_weights(counting, torch.float32, shard=shard)
+        for name, values in counting.read_values.items():
+            read[name] = read.get(name, 0) + values
+        q, kv, inner = shard.heads.scaled(dim).slice, shard.kv_heads.scaled(dim).slice, shard.intermediate.slice
+        assert len(weights.layers) == len(shard.layers)
+        for ours, full in zip(weights.layers, whole.layers[shard.layers.slice], strict=True):
+            parts = full.qkv.weight.split([heads, kv_heads, kv_heads])
+            assert torch.equal(ours.qkv.weight, torch.cat([p[s] for p, s in zip(parts, (q, kv, kv), strict=True)]))
+            assert torch.equal(ours.o.weight, full.o.weight[:, q])
+            assert torch.equal(ours.down.weight, full.down.weight[:, inner])
+            gate, up = full.gate_up.weight.chunk(2)
+            assert torch.equal(ours.gate_up.weight, torch.cat([gate[inner], up[inner]]))
+            # Parts are added up over the ranks: the bias belongs to one of them.
+            assert (ours.o.bias is None) == (ours.down.bias is None) == (shard.tp_rank != 0)
+        if shard.first_stage:
+            assert torch.equal(weights.embed_tokens, whole.embed_tokens[shard.vocab.slice])
+        if shard.last_stage:
+            assert torch.equal(weights.lm_head, whole.lm_head[shard.vocab.slice])
+    for name, values in read.items():
+        size = torch.Size(checkpoint.shape(name)).numel()
+        both_stages = tie and name == "model.embed_tokens.weight"
+        every_rank = name.endswith("norm.weight")  # a vector that each rank of the stage needs whole
+        assert values == size * (2 if both_stages or every_rank else 1), name

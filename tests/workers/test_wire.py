@@ -1,0 +1,107 @@
+"""Messages between a group's processes: only from who knows the key, whole, in order; silence and ends are noticed."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from pagedray.workers import wire
+from pagedray.workers.monitor import Monitor
+from pagedray.workers.wire import Connection, WireError
+
+KEY = b"k" * 32
+
+
+def pair(server_key=KEY, client_key=KEY):
+    """Both ends of a connection, or what came of the handshake."""
+    ends = socket.socketpair()
+    results = [None, None]
+
+    def shake(i, key, server):
+        try:
+            results[i] = Connection(ends[i], key, server)
+        except WireError as error:
+            results[i] = error
+
+    threads = [
+        threading.Thread(target=shake, args=(0, server_key, True)),
+        threading.Thread(target=shake, args=(1, client_key, False)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_messages_come_whole_and_in_order():
+    server, client = pair()
+    sent = [("a", 1), {"b": b"x" * 200_000}, None, (3,)]
+    thread = threading.Thread(target=lambda: [client.send(m) for m in sent])
+    thread.start()
+    assert [server.receive(5) for _ in sent] == sent
+    thread.join()
+    client.close()
+    with pytest.raises(WireError, match="closed"):
+        server.receive(5)
+
+
+def test_who_does_not_know_the_key_is_not_heard():
+    assert all(isinstance(end, WireError) for end in pair(client_key=b"other" * 6))
+
+
+def test_an_answer_cannot_be_reflected():
+    """A peer without the key that sends back whatever it gets."""
+    ours, theirs = socket.socketpair()
+
+    def echo():
+        while data := theirs.recv(64):
+            theirs.sendall(data)
+
+    thread = threading.Thread(target=echo, daemon=True)
+    thread.start()
+    with pytest.raises(WireError, match="does not know this group's key"):
+        Connection(ours, KEY, server=True)
+    thread.join(5)
+
+
+def test_tensors_travel_as_raw_bytes():
+    server, client = pair()
+    data = bytes(range(256)) * 5000
+    thread = threading.Thread(target=client.send_tensor_bytes, args=(2**64 - 3, memoryview(data)))
+    thread.start()
+    assert server.receive_raw() == (2**64 - 3, data)
+    thread.join()
+
+
+def test_a_receiver_is_woken_by_its_own_close():
+    server, _ = pair()
+    timer = threading.Timer(0.1, server.close)
+    timer.start()
+    with pytest.raises(WireError):
+        server.receive_raw()
+
+
+def test_a_listener_takes_a_free_port_of_the_address():
+    listener = wire.listen("127.0.0.1")
+    assert listener.getsockname()[0] == "127.0.0.1" and listener.getsockname()[1] > 0
+    with pytest.raises(WireError, match="cannot listen on 192.0.2.1"):
+        wire.listen("192.0.2.1")  # kept for documentation: nobody's
+
+
+def test_a_monitor_delivers_and_tells_an_end_from_silence():
+    heard, lost = [], {}
+    (first, one), (second, _two) = pair(), pair()
+    monitor = Monitor({1: first, 2: second}, lambda rank, m: heard.append((rank, m)), lost.setdefault, silence=0.7)
+    try:
+        one.send("hello")
+        deadline = time.monotonic() + 10
+        while len(lost) < 2 and time.monotonic() < deadline:
+            if heard and 1 not in lost:
+                one.close()
+            time.sleep(0.01)
+        assert heard == [(1, "hello")]
+        assert "closed" in lost[1] and "silent" in lost[2]
+    finally:
+        monitor.close()
