@@ -22,7 +22,7 @@ from .partition import Shard, check_degrees, partition
 from .sampler import GrammarBackend
 from .stage_costs import measure
 from .wire import WireError
-from .worker import Worker, model_dtype
+from .worker import Worker, model_dtype, set_threads
 
 __all__ = [
     "Executor",
@@ -170,6 +170,7 @@ class GroupExecutor:
         dtype = model_dtype(config, model)
         costs = None
         if config.pipeline_parallel_size > 1 and config.pipeline_stage_layers is None:
+            set_threads(config, sum(peer.identity.boot_id == own.identity.boot_id for peer in peers))
             costs = measure(model, config, dtype)
         topology, store = _topology(partition(model, config, costs), peers, host, road)
         members.send_all(Assignment(config, model, topology, start_timeout, self._grammar_backend))

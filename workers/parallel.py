@@ -214,9 +214,10 @@ class RankGroup:
                 connection.close()
 
 
-def slot_bytes(model: ModelConfig, engine: EngineConfig, shard: Shard, widest_vocab: int) -> int:
+def slot_bytes(model: ModelConfig, engine: EngineConfig, widest_vocab: int) -> int:
     """Of a rank's slot in the shared pages: a step's hidden states, or a row of logits, in fp32."""
-    needed = max(engine.max_num_batched_tokens * model.hidden_size, widest_vocab)
+    tokens = max(engine.max_num_batched_tokens, engine.block_size)  # a warm-up's prompt is a block
+    needed = max(tokens * model.hidden_size, widest_vocab)
     return -(-needed * 4 // 4096) * 4096
 
 
@@ -248,7 +249,7 @@ def connect(
     reduce: StageReduce | None = None
     road = topology.roads[shard.pp_rank]
     if road == "shared":
-        size = slot_bytes(model, engine, shard, max(vocab_columns))
+        size = slot_bytes(model, engine, max(vocab_columns))
         name = f"\0pagedray-{topology.name}-{shard.pp_rank}"
         reduce = _share_pages(name, key, shard.tp_rank, shard.tp_size, size, timeout, check)
     elif road == "gloo":

@@ -22,6 +22,11 @@ def model_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
     return getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
 
 
+def set_threads(config: EngineConfig, on_host: int = 1) -> None:
+    """How many threads an operation of the calling thread uses, where `on_host` ranks share the machine."""
+    torch.set_num_threads(config.cpu_threads or max(1, len(os.sched_getaffinity(0)) // on_host))
+
+
 class Worker:
     """One rank of a group, or, without a `group`, the only one.
 
@@ -40,7 +45,7 @@ class Worker:
         grammar_backend: GrammarBackend | None = None,
     ):
         on_host = topology.on_host(rank) if topology else 1
-        torch.set_num_threads(config.cpu_threads or max(1, len(os.sched_getaffinity(0)) // on_host))
+        set_threads(config, on_host)
         checkpoint = checkpoint or open_checkpoint(config.model)
         self.config = config
         self.grammar_backend = grammar_backend

@@ -9,6 +9,7 @@ import torch
 from pagedray.scheduler.errors import ConfigError
 from pagedray.workers import kv_cache
 from pagedray.workers.config import EngineConfig, ModelConfig, parse_bytes
+from pagedray.workers.partition import partition
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -55,6 +56,26 @@ def test_without_settings_it_takes_no_more_than_can_be_of_use(available):
     assert plan(max_num_seqs=3) == (3 * 63, 1000)  # 63 blocks hold 1,000 tokens
     assert plan(max_num_seqs=3, max_model_len=160) == (30, 160)
     assert plan(max_num_seqs=3, max_model_len=160, block_size=1) == (480, 160)
+
+
+def plans_of_ranks(tp, pp, on_host=1, **settings):
+    engine = EngineConfig.from_kwargs(model="m", tensor_parallel_size=tp, pipeline_parallel_size=pp, **settings)
+    shards = partition(MODEL, engine)
+    orders = [[shard, *(s for s in shards if s is not shard)] for shard in shards]
+    return [kv_cache.plan_capacity(MODEL, engine, torch.float32, order, on_host) for order in orders]
+
+
+def test_a_groups_memory_is_dealt_out_by_what_its_ranks_hold():
+    # Stages of 2 layers and 1, a KV head a rank: every rank comes to the same number of blocks.
+    assert plans_of_ranks(2, 2, kv_cache_memory=BLOCK * 7, pipeline_stage_layers=[2, 1]) == [(7, 112)] * 4
+    # Four ranks over two KV heads hold each of them twice.
+    assert plans_of_ranks(4, 1, kv_cache_memory=BLOCK * 8) == [(4, 64)] * 4
+
+
+def test_ranks_of_a_host_share_what_is_free(available):
+    available(BLOCK * 4 * 30)
+    assert plans_of_ranks(2, 1, on_host=2) == [(30, 480)] * 2
+    assert plans_of_ranks(1, 2, on_host=2, pipeline_stage_layers=[1, 2]) == [(45, 720), (22, 352)]
 
 
 def test_a_context_that_was_not_asked_for_shrinks_to_the_pool(available, caplog):
