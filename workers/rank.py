@@ -26,6 +26,7 @@ from .worker import Worker, model_dtype
 logger = logging.getLogger(__name__)
 
 _JOIN_SECONDS = 60.0
+_ASSIGNMENT_SECONDS = 600.0  # the leader says nothing before all ranks have joined; that it has ended is seen at once
 _UNWIND_SECONDS = 1.0  # for the computing thread to come back once the group is lost
 _PROGRESS_SECONDS = 0.2
 
@@ -72,13 +73,13 @@ class _Member:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # A stage that is not the first is connected to by the one before; which stage this is comes later.
         self.listener = wire.listen(control.local_host)
-        self.monitor = Monitor({0: control}, self._hear, self._lose, _JOIN_SECONDS)
+        self.monitor = Monitor({0: control}, self._hear, self._lose, _ASSIGNMENT_SECONDS)
 
     def join_and_serve(self) -> None:
         native = ops.native_library() is not None
         port = self.listener.getsockname()[1]
         self.control.send(Hello(self.rank, Peer(self.control.local_host, port, HostIdentity.here(), native)))
-        assignment = self._expect(Assignment, _JOIN_SECONDS)
+        assignment = self._expect(Assignment, _ASSIGNMENT_SECONDS)
         self.monitor.silence = assignment.start_timeout
         worker = self._load(assignment)
         self.control.send(Ready())
