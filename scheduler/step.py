@@ -101,7 +101,10 @@ class StepScheduler:
         insort(self._waiting, seq, key=_key)
 
     def abort(self, request_id: str) -> bool:
-        """Forget a request and free its blocks now. False where it is not (or no longer) known."""
+        """Forget a request and free its blocks now. False where it is not (or no longer) known.
+
+        A step in flight may still write them: whoever gets them next writes later, as plans are executed in order.
+        """
         seq = self._sequences.get(request_id)
         if seq is None:
             return False
