@@ -9,11 +9,12 @@ from ..scheduler.errors import ConfigError
 from ..scheduler.names import nearest
 
 DTYPES = ("auto", "bfloat16", "float32")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")  # what `workers.rope` computes
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding (RoFormer) and its scaling. `type` is one of `workers.rope.ROPE_TYPES`."""
+    """Rotary embedding (RoFormer) and its scaling. `type` is one of `ROPE_TYPES`."""
 
     theta: float = 10000.0
     type: str = "default"

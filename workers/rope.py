@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..scheduler.errors import CheckpointError
-from .config import RopeConfig
+from .config import ROPE_TYPES, RopeConfig
 
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, max_position: int) -> Tensor:
@@ -118,4 +118,3 @@ _INVERSE_FREQUENCIES: dict[str, Callable[[RopeConfig, int, int], Tensor]] = {
     "llama3": _llama3,
     "yarn": _yarn,
 }
-ROPE_TYPES = tuple(_INVERSE_FREQUENCIES)

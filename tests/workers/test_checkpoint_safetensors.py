@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pagedray.scheduler.errors import CheckpointError
-from pagedray.workers.checkpoint.load import load_weights, locate, open_checkpoint
+from pagedray.workers.checkpoint.load import load_weights, open_checkpoint
+from pagedray.workers.checkpoint.locate import locate
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...scheduler.errors import CheckpointError
-from ..config import ModelConfig, RopeConfig
-from ..rope import ROPE_TYPES
+from ..config import ROPE_TYPES, ModelConfig, RopeConfig
 
 # What transformers takes for a key that config.json leaves out, where that differs between the architectures.
 _DEFAULTS: dict[str, dict[str, Any]] = {

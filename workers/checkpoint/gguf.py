@@ -10,17 +10,17 @@ import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, TokenType
 from gguf.quants import dequantize
-from torch import Tensor
 
 from ...scheduler.errors import CheckpointError
 from ..config import ModelConfig, RopeConfig
-from ..rope import inverse_frequencies
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _WHOLE = slice(None)
 
@@ -241,8 +241,10 @@ class GGUFCheckpoint:
     def num_bytes(self, name: str) -> int:
         return self.file.tensors[self._stored[name]].num_bytes
 
-    def read(self, name: str, rows: slice = _WHOLE, columns: slice = _WHOLE) -> Tensor:
+    def read(self, name: str, rows: slice = _WHOLE, columns: slice = _WHOLE) -> "Tensor":
         """Those rows and columns in fp32. `columns` must be left out for a vector."""
+        import torch  # here and below: a second to import, and not needed by those who want only the tokenizer
+
         stored = self._stored[name]
         info = self.file.tensors[stored]
         data = self.file.rows(stored)
@@ -375,6 +377,10 @@ def _rope_from_factors(file: GGUFFile, theta: float, head_dim: int, original: in
     The largest divisor is the factor. The rest of the parameters is Llama 3's; where they do not give the same
     divisors again the tensor is something else.
     """
+    import torch
+
+    from ..rope import inverse_frequencies
+
     divisors = torch.from_numpy(_floats(file.rows("rope_freqs.weight"), file.tensors["rope_freqs.weight"].type)[0])
     if divisors.shape != (head_dim // 2,) or not torch.isfinite(divisors).all():
         raise CheckpointError(f"{file.path}: rope_freqs.weight must hold {head_dim // 2} finite values")

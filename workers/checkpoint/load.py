@@ -1,10 +1,9 @@
-"""Finds a model's files, and fills `DecoderWeights` from them; refuses what does not fit, naming the tensor."""
+"""Fills `DecoderWeights` from a model's files; refuses what does not fit, naming the tensor."""
 
 import math
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -15,11 +14,11 @@ from ..config import ModelConfig
 from ..models.weights import DecoderWeights, LayerWeights, Linear
 from ..partition import Range, Shard, whole_model
 from .gguf import GGUFCheckpoint
+from .locate import locate
 from .safetensors import SafetensorsCheckpoint
 
 _WHOLE = slice(None)
 _CHUNK = 4 << 20  # elements read, and dequantized, at a time by a thread: 16 MB of fp32
-_HUB_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
 
 # Buffers that old checkpoints carry and that are computed from the configuration.
 _HARMLESS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias|attn\.bias)$")
@@ -52,46 +51,6 @@ def open_checkpoint(model: str) -> Checkpoint:
     """
     path = locate(model)
     return GGUFCheckpoint(path) if path.is_file() else SafetensorsCheckpoint(path)
-
-
-def locate(model: str, weights: bool = True) -> Path:
-    """The folder or .gguf file that `model` means, fetched from the hub where it is a hub id.
-
-    `weights=False` fetches only what a tokenizer needs.
-    """
-    path = Path(model).expanduser()
-    if path.is_file():
-        if path.suffix == ".gguf":
-            return path
-        raise CheckpointError(f"{path} is not a .gguf file; name a folder, a .gguf file or a hub id")
-    if path.is_dir():
-        ggufs = sorted(path.glob("*.gguf"))
-        if (path / "config.json").exists() or (not weights and (path / "tokenizer.json").exists()):
-            return path
-        if len(ggufs) == 1:
-            return ggufs[0]
-        if ggufs:
-            raise CheckpointError(
-                f"{path} holds {len(ggufs)} .gguf files; name one: {', '.join(p.name for p in ggufs)}"
-            )
-        raise CheckpointError(f"{path} has neither a config.json nor a .gguf file")
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or model.startswith(".") or model.endswith(".gguf"):
-        raise CheckpointError(f"{model} does not exist; name a folder, a .gguf file or a hub id such as org/name")
-    return _download(model, weights)
-
-
-def _download(model: str, weights: bool) -> Path:
-    from huggingface_hub import snapshot_download  # slow to import, and not needed for local models
-
-    try:
-        patterns = [*_HUB_FILES, *(["*.safetensors"] if weights else [])]
-        return Path(snapshot_download(model, allow_patterns=patterns))
-    except Exception as error:  # its tree of errors is wide: HTTP, file system, validation, offline mode
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(
-            f"{model} is no folder or file here, and the Hugging Face hub did not give it: {reason} "
-            "(offline? download it elsewhere and name the folder)"
-        ) from error
 
 
 def load_weights(
