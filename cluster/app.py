@@ -5,6 +5,7 @@
 
 from typing import Any
 
+from ray import serve
 from ray.serve import Application
 
 from .config import ApplicationConfig
@@ -20,7 +21,7 @@ def build(args: dict[str, Any]) -> Application:
     Raises `ConfigError` for arguments that are wrong, before anything starts.
     """
     config = ApplicationConfig.parse(args)
-    group_class: Any = WorkerGroup  # Serve's decorators turn classes into deployments, which type checkers miss
+    group_class: Any = serve.deployment(WorkerGroup)  # Serve's decorators turn classes into deployments, which type checkers miss
     ingress_class: Any = Ingress
     groups = [
         group_class.options(

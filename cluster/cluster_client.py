@@ -4,6 +4,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any
 
 import ray
@@ -13,11 +14,12 @@ from ..scheduler.errors import EngineDead, PagedRayError
 from ..scheduler.request import Request, SequenceOutput
 from .config import SchedulerOptions
 from .global_scheduler import CALL_TIMEOUT, Assignments, ClusterStats, group_gone
-from .token_stream import POLL_SECONDS, TokenFrame
+from .token_stream import StreamAddress, TokenFrame, read_frames
 
 logger = logging.getLogger(__name__)
 
 _SCHEDULER_PATIENCE = 30.0  # seconds without the global scheduler before requests that need it fail
+_RECONNECT_SECONDS = 0.1
 
 
 class _Stream:
@@ -34,7 +36,7 @@ class ClusterClient:
     """Implements `openai.engine_client.EngineClient` over the cluster. Lives on one event loop.
 
     Requests that come up while a submission is on its way go together in the next one. Each group that serves this
-    ingress has one open call of ours that brings the tokens of all its sequences.
+    ingress has one connection of ours that brings the tokens of all its sequences.
     """
 
     def __init__(self, scheduler: ActorHandle):
@@ -125,28 +127,40 @@ class ClusterClient:
                 logger.warning("%d abandoned requests run on: %s", len(ids), error)
 
     async def _read(self, group_id: str, leader: ActorHandle) -> None:
-        """Bring tokens from one group while it has sequences of ours."""
-        while any(s.group_id == group_id for s in self._streams.values()):
+        """Bring one group's tokens for as long as it lives."""
+        while True:
             try:
-                frame: TokenFrame = await asyncio.wait_for(
-                    leader.next_frame.remote(self.ingress_id), POLL_SECONDS + CALL_TIMEOUT
+                address: StreamAddress = await asyncio.wait_for(
+                    leader.open_stream.remote(self.ingress_id), CALL_TIMEOUT
                 )
-            except (ray.exceptions.RayError, TimeoutError) as error:
+                await read_frames(address, partial(self._take_frame, group_id))
+            except (ray.exceptions.RayError, TimeoutError, OSError) as error:
                 logger.warning("group %s is lost: %r", group_id, error)
                 self._leaders.pop(group_id, None)
-                for stream in self._streams.values():
-                    if stream.group_id == group_id:
-                        stream.news.put_nowait(group_gone())
+                self._fail_group(group_id)
+                del self._readers[group_id]
                 await self._call("remove_group", group_id)
                 return
-            for output in frame.outputs:
-                stream = self._streams.get(output.request_id)
-                if stream is not None and stream.group_id == group_id:
-                    stream.news.put_nowait(output)
-                elif stream is None and output.finish_reason is None:
-                    self._abandon(output.request_id)  # its end, or the first word of it, got lost on the way
-            for request_id, failure in frame.failures:
-                self._put(request_id, failure)
+            # The leader has died, in most cases: nobody must wait to be told so, and the next call will say it. Where
+            # it lives, it fails what it had for this ingress, too.
+            self._fail_group(group_id)
+            await asyncio.sleep(_RECONNECT_SECONDS)
+
+    def _take_frame(self, group_id: str, frame: TokenFrame) -> None:
+        for output in frame.outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None and stream.group_id in (None, group_id):
+                stream.group_id = group_id  # the scheduler's word may come after the first token
+                stream.news.put_nowait(output)
+            elif stream is None and output.finish_reason is None:
+                self._abandon(output.request_id)  # its end, or the first word of it, got lost on the way
+        for request_id, failure in frame.failures:
+            self._put(request_id, failure)
+
+    def _fail_group(self, group_id: str) -> None:
+        for stream in self._streams.values():
+            if stream.group_id == group_id:
+                stream.news.put_nowait(group_gone())
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

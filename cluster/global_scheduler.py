@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray import serve
 from ray.actor import ActorHandle
 
 from ..scheduler.dispatcher import Dispatcher
@@ -28,9 +27,9 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "pagedray"
 CALL_TIMEOUT = 10.0  # seconds for a call that should take a millisecond
 _POLL_SECONDS = 2.0
-_APPLICATION_CHECK_SECONDS = 3.0
 _WATCH_SECONDS = 1.0
 _KEEP_NEWS_SECONDS = 60.0  # for an ingress that does not ask
+FORGOTTEN_SECONDS = 30.0  # ingresses and groups call every two seconds; after this long without, it ends itself
 SILENCE_SECONDS = 10.0  # a group reports twice a second; after this long without, it is taken for dead
 
 
@@ -112,7 +111,7 @@ class GlobalScheduler:
         self.num_news = 0
         self.wakers: dict[str, asyncio.Event] = {}
         self._tasks: set[asyncio.Task] = set()
-        self._spawn(self._leave_with_application())
+        self.last_called = time.monotonic()
         self._spawn(self._watch_for_ever())
 
     # -- what ingresses call ------------------------------------------------------------------------------------------
@@ -164,6 +163,7 @@ class GlobalScheduler:
         self._dispatch()
 
     async def stats(self) -> ClusterStats:
+        self.last_called = time.monotonic()
         groups = tuple(
             GroupStatus(g.group_id, g.model, g.max_model_len, self.reports.get(g.group_id))
             for g in self.groups.values()
@@ -192,7 +192,7 @@ class GlobalScheduler:
         if report.group_id not in self.groups:
             return False
         self.reports[report.group_id] = report.stats
-        self.last_heard[report.group_id] = time.monotonic()
+        self.last_heard[report.group_id] = self.last_called = time.monotonic()
         for request_id in report.finished:
             self.ingress_of.pop(request_id, None)
         self.dispatcher.finished(report.finished)
@@ -235,6 +235,8 @@ class GlobalScheduler:
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
             now = time.monotonic()
+            if now - self.last_called > FORGOTTEN_SECONDS:
+                self._leave()
             for group_id in [g for g, heard in self.last_heard.items() if now - heard > SILENCE_SECONDS]:
                 logger.warning("group %s has been silent for %.0f s", group_id, SILENCE_SECONDS)
                 await self.remove_group(group_id)
@@ -274,16 +276,9 @@ class GlobalScheduler:
         self._tasks.add(task)  # the loop itself keeps only a weak reference
         task.add_done_callback(self._tasks.discard)
 
-    async def _leave_with_application(self) -> None:
-        """End this actor when Serve no longer has the application: a detached actor would stay for ever."""
-        misses = 0
-        while misses < 2:
-            await asyncio.sleep(_APPLICATION_CHECK_SECONDS)
-            try:
-                applications = (await asyncio.to_thread(serve.status)).applications
-                misses = 0 if self.application in applications else misses + 1
-            except Exception:  # Serve is shut down, or its controller is restarting
-                misses += 0 if self.groups else 1
+    def _leave(self) -> None:
+        """End this actor, which is detached and would stay for ever: its application is gone."""
+        logger.info("nobody has called the scheduler of %s for %.0f s", self.application, FORGOTTEN_SECONDS)
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 

@@ -1,18 +1,36 @@
 """Frames of tokens from a group's leader to an ingress: one a step, carrying all of that ingress's sequences.
 
-The ingress keeps one call open at the leader (`Leader.next_frame`), which answers as soon as there is something. What
-comes while a call is on its way is in the next frame: batching without a timer, and a slow ingress gets fewer, larger
-frames instead of a growing queue of calls.
+They travel over a TCP connection of their own, one for each ingress and leader: a Ray call a step costs a millisecond
+and two threads' turns on each side, when both cores already have the next step. The ingress asks the leader by a Ray
+call where to connect (`TokenServer.open`), shows the ticket it got, and then only reads.
+
+On the wire a frame is its size (4 bytes, big endian) and that many bytes of JSON; size 0 says "I am here". Each side
+says something every `BEAT_SECONDS`, and gives the other up after `SILENCE_SECONDS` without.
 """
 
 import asyncio
-from dataclasses import dataclass, field
+import hmac
+import json
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from ..scheduler import errors
 from ..scheduler.errors import PagedRayError
-from ..scheduler.request import SequenceOutput
+from ..scheduler.request import SequenceOutput, TokenLogprobs
 
-POLL_SECONDS = 2.0  # a call without news is answered, empty, after this long
-ABANDONED_SECONDS = 15.0  # without a call for this long, an ingress is taken for dead
+BEAT_SECONDS = 2.0
+SILENCE_SECONDS = 12.0
+_GREETING_SECONDS = 5.0  # for a connection to show its ticket
+_MAX_FRAME = 64 << 20  # bytes
+_MAX_UNSENT = 64 << 20  # bytes that wait for an ingress that does not read
+_SIZE = struct.Struct("!I")
+_BEAT = _SIZE.pack(0)
+_TICKET_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,41 +41,288 @@ class TokenFrame:
     failures: tuple[tuple[str, PagedRayError], ...] = ()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class StreamAddress:
+    """Where an ingress fetches its frames. The ticket is good once."""
+
+    host: str
+    port: int
+    ticket: bytes
+
+
+# -- a frame as bytes: JSON and not pickle, so that whoever takes a dead leader's port can run nothing here ------------
+
+
+def encode(frame: TokenFrame) -> bytes:
+    outputs = [
+        (
+            o.request_id,
+            o.token_ids,
+            o.finish_reason,
+            o.stop_token_id,
+            o.num_cached_tokens,
+            [(at.logprob, at.top) for at in o.logprobs],
+        )
+        for o in frame.outputs
+    ]
+    failures = [(request_id, _error_class(e).__name__, e.args) for request_id, e in frame.failures]
+    body = json.dumps((outputs, failures)).encode()
+    return _SIZE.pack(len(body)) + body
+
+
+def decode(body: bytes | bytearray) -> TokenFrame:
+    outputs, failures = json.loads(body)
+    return TokenFrame(
+        tuple(
+            SequenceOutput(
+                request_id,
+                tuple(token_ids),
+                tuple(TokenLogprobs(value, tuple((t, v) for t, v in top)) for value, top in logprobs),
+                finish_reason,
+                stop_token_id,
+                num_cached_tokens,
+            )
+            for request_id, token_ids, finish_reason, stop_token_id, num_cached_tokens, logprobs in outputs
+        ),
+        tuple((request_id, getattr(errors, name)(*args)) for request_id, name, args in failures),
+    )
+
+
+def _error_class(error: PagedRayError) -> type[PagedRayError]:
+    """The class of `scheduler.errors` that it is one of."""
+    return next(c for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c)
+
+
+# -- the leader's side -------------------------------------------------------------------------------------------------
+
+
 class Outbox:
-    """What a leader has for one ingress. Lives on the leader's event loop."""
+    """What a leader has for one ingress. `send` may be called by any thread, the rest by the event loop's."""
 
-    last_call: float  # when the ingress last asked, on the loop's clock
-    request_ids: set[str] = field(default_factory=set)  # the ingress's unfinished sequences
-    _outputs: list[SequenceOutput] = field(default_factory=list)
-    _failures: list[tuple[str, PagedRayError]] = field(default_factory=list)
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_broken: Callable[[], None]):
+        self.request_ids: set[str] = set()  # the ingress's unfinished sequences
+        self.last_heard = self.last_sent = time.monotonic()
+        self._loop = loop
+        self._on_broken = on_broken
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._unsent = bytearray()  # kept while there is no connection yet, or the ingress reads slowly
 
-    def put(self, output: SequenceOutput) -> None:
-        self._outputs.append(output)
-        if output.finish_reason:
-            self.request_ids.discard(output.request_id)
-        self._news.set()
+    def send(self, frame: TokenFrame) -> None:
+        """Hand over a frame without waiting: it is in the kernel when this returns, unless the ingress is slow."""
+        with self._lock:
+            self._unsent += encode(frame)
+            if self._flush():
+                self._loop.call_soon_threadsafe(self._watch)
 
-    def fail(self, request_id: str, error: PagedRayError) -> None:
-        self._failures.append((request_id, error))
-        self.request_ids.discard(request_id)
-        self._news.set()
+    def beat(self, now: float) -> None:
+        if now - self.last_sent > BEAT_SECONDS:
+            self.last_sent = now
+            with self._lock:
+                if self._socket is not None and not self._unsent:
+                    self._unsent += _BEAT
+                    self._flush()
 
-    async def next_frame(self) -> TokenFrame:
-        """Wait for news, at most `POLL_SECONDS`."""
-        loop = asyncio.get_running_loop()
-        self.last_call = loop.time()
+    def attach(self, connection: socket.socket) -> None:
+        """Send by this connection, first what has piled up."""
+        self.close()
+        self.last_heard = time.monotonic()
+        with self._lock:
+            self._socket = connection
+            self._flush()
+        self._loop.add_reader(connection, self._read)
+        self._watch()
+
+    def close(self) -> None:
+        with self._lock:
+            connection, self._socket = self._socket, None
+        if connection is not None:
+            self._loop.remove_reader(connection)
+            self._loop.remove_writer(connection)
+            connection.close()
+
+    def _flush(self) -> bool:
+        """Send what the kernel takes; True where the event loop has to see to the rest. The lock is held."""
+        if self._socket is None:
+            return len(self._unsent) > _MAX_UNSENT
         try:
-            await asyncio.wait_for(self._news.wait(), POLL_SECONDS)
-        except TimeoutError:
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+        except (BlockingIOError, InterruptedError):
             pass
-        self.last_call = loop.time()
-        self._news.clear()
-        frame = TokenFrame(tuple(self._outputs), tuple(self._failures))
-        self._outputs.clear()
-        self._failures.clear()
-        return frame
+        except OSError:
+            return True  # broken: reading will say so
+        return bool(self._unsent)
 
-    def abandoned(self, now: float) -> bool:
-        return bool(self.request_ids) and now - self.last_call > ABANDONED_SECONDS
+    def _watch(self) -> None:
+        """Send the rest when the ingress has read; give it up where it reads nothing."""
+        if len(self._unsent) > _MAX_UNSENT:
+            self._break()
+        elif self._socket is not None and self._unsent:
+            self._loop.add_writer(self._socket, self._write)
+
+    def _write(self) -> None:
+        with self._lock:
+            self._flush()
+            done = not self._unsent
+        if done and self._socket is not None:
+            self._loop.remove_writer(self._socket)
+
+    def _read(self) -> None:
+        try:
+            heard = self._socket.recv(4096) if self._socket is not None else b""
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            heard = b""
+        if heard:
+            self.last_heard = time.monotonic()
+        else:
+            self._break()
+
+    def _break(self) -> None:
+        self.close()
+        with self._lock:
+            self._unsent.clear()
+        self._on_broken()
+
+
+class TokenServer:
+    """All outboxes of a leader, and the port where ingresses fetch them. Lives on the leader's event loop.
+
+    `on_broken(ingress_id)` is called when an ingress's connection ended; `on_silent` when nothing was heard of it for
+    `SILENCE_SECONDS`, and its outbox is gone.
+    """
+
+    def __init__(self, host: str, on_broken: Callable[[str], None], on_silent: Callable[[str, Sequence[str]], None]):
+        self.host = host
+        self._on_broken, self._on_silent = on_broken, on_silent
+        self._outboxes: dict[str, Outbox] = {}
+        self._tickets: dict[bytes, str] = {}  # shown by nobody yet: the ingress it was made for
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task] = set()
+        self._listener = socket.create_server((host, 0), family=_family(host), backlog=128)
+        self._listener.setblocking(False)
+        self._spawn(self._accept())
+
+    def open(self, ingress_id: str) -> StreamAddress:
+        for ticket in [t for t, i in self._tickets.items() if i == ingress_id]:
+            del self._tickets[ticket]  # an ingress has one connection
+        ticket = secrets.token_bytes(_TICKET_BYTES)
+        self._tickets[ticket] = ingress_id
+        self.outbox(ingress_id).last_heard = time.monotonic()
+        return StreamAddress(self.host, self._listener.getsockname()[1], ticket)
+
+    def outbox(self, ingress_id: str) -> Outbox:
+        if ingress_id not in self._outboxes:
+            self._outboxes[ingress_id] = Outbox(self._loop, lambda: self._on_broken(ingress_id))
+        return self._outboxes[ingress_id]
+
+    def beat(self) -> None:
+        """To be called about every second."""
+        now = time.monotonic()
+        for ingress_id, outbox in list(self._outboxes.items()):
+            if now - outbox.last_heard > SILENCE_SECONDS:
+                outbox.close()
+                del self._outboxes[ingress_id]
+                self._tickets = {t: i for t, i in self._tickets.items() if i != ingress_id}
+                self._on_silent(ingress_id, tuple(outbox.request_ids))
+            else:
+                outbox.beat(now)
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._listener.close()
+        for outbox in self._outboxes.values():
+            outbox.close()
+
+    async def _accept(self) -> None:
+        while True:
+            connection, _ = await self._loop.sock_accept(self._listener)
+            self._spawn(self._greet(connection))
+
+    async def _greet(self, connection: socket.socket) -> None:
+        """Read the ticket; whoever has none is sent away."""
+        shown = b""
+        try:
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            async with asyncio.timeout(_GREETING_SECONDS):
+                while len(shown) < _TICKET_BYTES:
+                    news = await self._loop.sock_recv(connection, _TICKET_BYTES - len(shown))
+                    if not news:
+                        break
+                    shown += news
+        except (OSError, TimeoutError):
+            pass
+        ticket = next((t for t in self._tickets if hmac.compare_digest(t, shown)), None)
+        if ticket is None:
+            connection.close()
+        else:
+            self.outbox(self._tickets.pop(ticket)).attach(connection)
+
+    def _spawn(self, coroutine) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)  # the loop itself keeps only a weak reference
+        task.add_done_callback(self._tasks.discard)
+
+
+# -- the ingress's side ------------------------------------------------------------------------------------------------
+
+
+class _Reader(asyncio.Protocol):
+    def __init__(self, ticket: bytes, on_frame: Callable[[TokenFrame], None]):
+        self.ticket, self.on_frame = ticket, on_frame
+        self.lost = asyncio.get_running_loop().create_future()
+        self.last_heard = time.monotonic()
+        self._buffer = bytearray()
+
+    def connection_made(self, transport) -> None:
+        self.transport = transport
+        transport.write(self.ticket)
+
+    def data_received(self, data: bytes) -> None:
+        self.last_heard = time.monotonic()
+        self._buffer += data
+        at = 0
+        while len(self._buffer) - at >= _SIZE.size:
+            (size,) = _SIZE.unpack_from(self._buffer, at)
+            if size > _MAX_FRAME:
+                self.transport.abort()
+                return
+            end = at + _SIZE.size + size
+            if len(self._buffer) < end:
+                break
+            if size:
+                self.on_frame(decode(self._buffer[at + _SIZE.size : end]))
+            at = end
+        del self._buffer[:at]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.lost.done():
+            self.lost.set_result(None)
+
+
+async def read_frames(address: StreamAddress, on_frame: Callable[[TokenFrame], None]) -> None:
+    """Call `on_frame` for each frame, until the connection ends or nothing was heard for `SILENCE_SECONDS`.
+
+    Raises `OSError` or `TimeoutError` where there is no connection to be had.
+    """
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(_GREETING_SECONDS):
+        transport, reader = await loop.create_connection(
+            lambda: _Reader(address.ticket, on_frame), address.host, address.port
+        )
+    try:
+        while time.monotonic() - reader.last_heard < SILENCE_SECONDS:
+            done, _ = await asyncio.wait([reader.lost], timeout=BEAT_SECONDS)
+            if done:
+                return
+            transport.write(b".")
+    finally:
+        transport.abort()
+
+
+def _family(host: str) -> int:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -11,22 +11,21 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import ray
-from ray import serve
 from ray.actor import ActorHandle
 
 from ..scheduler.errors import EngineDead, PagedRayError
 from ..scheduler.request import Request, SequenceOutput
-from ..workers.checkpoint.load import Progress
 from ..workers.config import EngineConfig
-from ..workers.engine import Engine
 from . import global_scheduler
-from .global_scheduler import CALL_TIMEOUT, GroupInfo, GroupReport
-from .text.grammar import GrammarCompiler
-from .token_stream import Outbox, TokenFrame
+from .global_scheduler import CALL_TIMEOUT, FORGOTTEN_SECONDS, GroupInfo, GroupReport
+from .token_stream import StreamAddress, TokenFrame, TokenServer
+
+if TYPE_CHECKING:
+    from ..workers.checkpoint.load import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +36,8 @@ _STUCK_SECONDS = 60.0  # a step that takes longer than this is taken for a hang
 class Leader:
     """Rank 0: the engine in a thread of its own, and this actor's event loop in front of it.
 
-    The thread alone touches the engine. Others put functions into `_inbox`, which it runs between steps; what it has
-    to say it hands to the event loop.
+    The thread alone touches the engine. Others put functions into `_inbox`, which it runs between steps. Tokens it
+    sends itself, before it begins the next step, which takes all cores; all else it hands to the event loop.
     """
 
     def __init__(self, group_id: str, model: str, config: EngineConfig, scheduler: ActorHandle):
@@ -46,7 +45,6 @@ class Leader:
         self.model = model
         self.config = config
         self.scheduler = scheduler
-        self.outboxes: dict[str, Outbox] = {}
         self.requests: dict[str, tuple[str, Request]] = {}  # request id -> ingress id, request; unfinished ones
         self.finished: list[str] = []  # not reported yet
         self.error: BaseException | None = None
@@ -58,8 +56,12 @@ class Leader:
         """Load and warm up the model, then join the cluster."""
         self.loop = asyncio.get_running_loop()
         self._wake_reporter = asyncio.Event()
+        self.tokens = TokenServer(ray.util.get_node_ip_address(), self._ingress_lost, self._ingress_gone)
         self._loaded: asyncio.Future[None] = self.loop.create_future()
         threading.Thread(target=self._run_engine, name="engine", daemon=True).start()
+        while not self._loaded.done():
+            await asyncio.wait_for(self.scheduler.stats.remote(), CALL_TIMEOUT)  # else it takes itself for forgotten
+            await asyncio.wait([self._loaded], timeout=FORGOTTEN_SECONDS / 3)
         await self._loaded
         self.stats = self.engine.stats()
         await self._register()
@@ -70,7 +72,7 @@ class Leader:
     async def add_requests(self, batch: Sequence[tuple[str, Request]]) -> None:
         for ingress_id, request in batch:
             self.requests[request.request_id] = ingress_id, request
-            self._outbox(ingress_id).request_ids.add(request.request_id)
+            self.tokens.outbox(ingress_id).request_ids.add(request.request_id)
         if self.error is not None:
             self._fail_all()
             return
@@ -81,8 +83,9 @@ class Leader:
             self._ended(request_id)
         self._inbox.put(lambda: self._abort_in_engine(request_ids))
 
-    async def next_frame(self, ingress_id: str) -> TokenFrame:
-        return await self._outbox(ingress_id).next_frame()
+    async def open_stream(self, ingress_id: str) -> StreamAddress:
+        """Where the ingress finds its tokens from now on."""
+        return self.tokens.open(ingress_id)
 
     async def ping(self) -> None:
         """Return where the engine lives and moves; raise where it does not."""
@@ -96,6 +99,9 @@ class Leader:
 
     def _run_engine(self) -> None:
         try:
+            from ..workers.engine import Engine  # brings torch, which only this process needs
+            from .text.grammar import GrammarCompiler
+
             # Here and not elsewhere: how many threads an operation uses is a setting of the thread that calls it.
             self.engine = Engine(self.config, _show_progress(self.model), grammar_backend=GrammarCompiler)
             _say(f"warming up {self.model}")
@@ -111,8 +117,10 @@ class Leader:
                 self._step_began = time.monotonic()
                 outputs = self.engine.step()
                 self._step_began = None
-                stats = self.engine.stats()
-                self.loop.call_soon_threadsafe(self._deliver, outputs, stats)
+                self._send(outputs)
+                self.stats = self.engine.stats()
+                if ended := [o.request_id for o in outputs if o.finish_reason]:
+                    self.loop.call_soon_threadsafe(self._all_ended, ended)
         except BaseException as error:  # whatever it is, nobody else would tell
             logger.exception("the engine of group %s stopped", self.group_id)
             self.error = error
@@ -128,30 +136,24 @@ class Leader:
     def _abort_in_engine(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self.engine.abort_request(request_id)
-        self.loop.call_soon_threadsafe(self._deliver, [], self.engine.stats())
+        self.stats = self.engine.stats()
+        self.loop.call_soon_threadsafe(self._wake_reporter.set)
+
+    def _send(self, outputs: Sequence[SequenceOutput]) -> None:
+        by_ingress: dict[str, list[SequenceOutput]] = {}
+        for output in outputs:
+            ingress_id, _ = self.requests.get(output.request_id, (None, None))
+            if ingress_id is not None:  # else it was aborted while the step ran
+                by_ingress.setdefault(ingress_id, []).append(output)
+        for ingress_id, theirs in by_ingress.items():
+            self.tokens.outbox(ingress_id).send(TokenFrame(tuple(theirs)))
 
     # -- the event loop's side of it ----------------------------------------------------------------------------------
 
-    def _outbox(self, ingress_id: str) -> Outbox:
-        if ingress_id not in self.outboxes:
-            self.outboxes[ingress_id] = Outbox(last_call=self.loop.time())
-        return self.outboxes[ingress_id]
-
-    def _deliver(self, outputs: Sequence[SequenceOutput], stats: Any) -> None:
-        self.stats = stats
-        for output in outputs:
-            if output.request_id not in self.requests:
-                continue  # aborted while the step ran
-            ingress_id, _ = self.requests[output.request_id]
-            self._outbox(ingress_id).put(output)
-            if output.finish_reason:
-                self._ended(output.request_id)
-        if not self.requests:
-            self._wake_reporter.set()
-
     def _fail(self, request_id: str, error: PagedRayError) -> None:
         if request_id in self.requests:
-            self._outbox(self.requests[request_id][0]).fail(request_id, error)
+            ingress_id, _ = self.requests[request_id]
+            self.tokens.outbox(ingress_id).send(TokenFrame(failures=((request_id, error),)))
             self._ended(request_id)
 
     def _fail_all(self) -> None:
@@ -161,9 +163,27 @@ class Leader:
     def _ended(self, request_id: str) -> None:
         ingress_id, _ = self.requests.pop(request_id, (None, None))
         if ingress_id is not None:
-            self._outbox(ingress_id).request_ids.discard(request_id)
+            self.tokens.outbox(ingress_id).request_ids.discard(request_id)
             self.finished.append(request_id)
             self._wake_reporter.set()
+
+    def _all_ended(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._ended(request_id)
+
+    def _ingress_lost(self, ingress_id: str) -> None:
+        """Its connection broke. It takes its sequences here for lost; should it come again, it is told the same."""
+        request_ids = tuple(self.tokens.outbox(ingress_id).request_ids)
+        for request_id in request_ids:
+            self._fail(request_id, EngineDead("the connection to the worker group broke; send the request again"))
+        self._inbox.put(lambda: self._abort_in_engine(request_ids))
+
+    def _ingress_gone(self, ingress_id: str, request_ids: Sequence[str]) -> None:
+        logger.warning("ingress %s is gone; aborting its %d sequences", ingress_id, len(request_ids))
+        for request_id in request_ids:
+            if self.requests.pop(request_id, None) is not None:
+                self.finished.append(request_id)
+        self._inbox.put(lambda: self._abort_in_engine(request_ids))
 
     async def _register(self) -> None:
         info = GroupInfo(
@@ -184,11 +204,7 @@ class Leader:
             except TimeoutError:
                 pass
             self._wake_reporter.clear()
-            for ingress_id, outbox in list(self.outboxes.items()):
-                if outbox.abandoned(self.loop.time()):
-                    logger.warning("ingress %s is gone; aborting its %d sequences", ingress_id, len(outbox.request_ids))
-                    await self.abort(list(outbox.request_ids))
-                    del self.outboxes[ingress_id]
+            self.tokens.beat()
             finished, self.finished = self.finished, []
             report = GroupReport(self.group_id, tuple(finished), self.stats)
             try:
@@ -205,7 +221,7 @@ def _say(line: str) -> None:
     print(f"pagedray: {line}", file=sys.stderr, flush=True)
 
 
-def _show_progress(model: str) -> Progress:
+def _show_progress(model: str) -> "Progress":
     shown = -1
 
     def show(done: int, total: int) -> None:
@@ -218,11 +234,12 @@ def _show_progress(model: str) -> Progress:
     return show
 
 
-@serve.deployment
 class WorkerGroup:
-    """The Serve replica of a worker group: builds it, watches it, takes it down."""
+    """The class of the Serve replica of a worker group: builds it, watches it, takes it down."""
 
     def __init__(self, model: str, config: EngineConfig, load_timeout: float):
+        from ray import serve  # a second to import, which the leader, whose class stands here too, need not wait for
+
         context = serve.get_replica_context()
         self.group_id = f"{context.replica_id.unique_id}-{uuid.uuid4().hex[:8]}"
         self.scheduler = global_scheduler.connect(context.app_name)

@@ -7,7 +7,7 @@ import ray
 
 from pagedray.cluster.cluster_client import ClusterClient
 from pagedray.cluster.global_scheduler import SILENCE_SECONDS, GlobalScheduler, GroupInfo, GroupReport
-from pagedray.cluster.token_stream import ABANDONED_SECONDS, Outbox, TokenFrame
+from pagedray.cluster.token_stream import TokenFrame, TokenServer
 from pagedray.scheduler.errors import EngineDead, InvalidRequest, Overloaded
 from pagedray.scheduler.request import Request, SamplingParams, SequenceOutput
 
@@ -24,6 +24,8 @@ class Handle:
 
     def kill(self):
         self._dead.set()
+        if tokens := getattr(self._actor, "tokens", None):
+            tokens.close()  # as the kernel does
 
 
 class _Method:
@@ -54,7 +56,7 @@ class FakeLeader:
     """Answers each request with its prompt backwards, a token a millisecond; `hold` keeps it from answering."""
 
     def __init__(self, hold=False):
-        self.outboxes = {}
+        self.tokens = TokenServer("127.0.0.1", lambda ingress_id: None, lambda ingress_id, request_ids: None)
         self.hold = hold
         self.requests = []
         self.aborted = []
@@ -65,25 +67,21 @@ class FakeLeader:
         for ingress_id, request in batch:
             self.requests.append(request.request_id)
             if not self.hold:
-                self.tasks.append(asyncio.create_task(self.answer(self.outbox(ingress_id), request)))
+                self.tasks.append(asyncio.create_task(self.answer(self.tokens.outbox(ingress_id), request)))
 
     async def answer(self, outbox, request):
         if request.prompt_token_ids == (666,):
-            outbox.fail(request.request_id, InvalidRequest("no", "prompt"))
+            outbox.send(TokenFrame(failures=((request.request_id, InvalidRequest("no", "prompt")),)))
             return
         tokens = request.prompt_token_ids[::-1]
         for i, token in enumerate(tokens):
             await asyncio.sleep(0.001)
-            outbox.put(
-                SequenceOutput(request.request_id, (token,), finish_reason="length" if i + 1 == len(tokens) else None)
-            )
+            last = "length" if i + 1 == len(tokens) else None
+            outbox.send(TokenFrame((SequenceOutput(request.request_id, (token,), finish_reason=last),)))
         await self.finished(request.request_id)
 
-    def outbox(self, ingress_id):
-        return self.outboxes.setdefault(ingress_id, Outbox(last_call=0.0))
-
-    async def next_frame(self, ingress_id):
-        return await self.outbox(ingress_id).next_frame()
+    async def open_stream(self, ingress_id):
+        return self.tokens.open(ingress_id)
 
     async def abort(self, request_ids):
         self.aborted += request_ids
@@ -207,7 +205,43 @@ def test_a_dead_group_fails_its_sequences_and_no_others():
             await lost
         assert await kept == list(range(30))[::-1]
         assert await collect(cluster.client, request("after")) == [3, 2, 1]
-        assert list(cluster.scheduler.groups) == ["alive"]
+        while list(cluster.scheduler.groups) != ["alive"]:
+            await asyncio.sleep(0.01)
+
+    run(test)
+
+
+def test_a_connection_that_breaks_fails_its_sequences_and_comes_again():
+    async def test():
+        cluster = Cluster()
+        leader = FakeLeader(hold=True)
+        await cluster.add_group(leader)
+        lost = asyncio.create_task(collect(cluster.client, request("lost")))
+        await asyncio.sleep(0.05)
+        leader.tokens.outbox(cluster.client.ingress_id).close()
+        with pytest.raises(EngineDead):
+            await lost
+        leader.hold = False
+        assert await collect(cluster.client, request("after")) == [3, 2, 1]
+        assert list(cluster.scheduler.groups) == ["g1"]
+
+    run(test)
+
+
+def test_a_token_may_come_before_the_word_of_where_from():
+    async def test():
+        cluster = Cluster()
+        await cluster.add_group(FakeLeader())
+        assert await collect(cluster.client, request("first")) == [3, 2, 1]  # the connection stays
+        submit = cluster.scheduler.submit
+
+        async def slowly(*args):
+            news = await submit(*args)
+            await asyncio.sleep(0.1)
+            return news
+
+        cluster.scheduler.submit = slowly
+        assert await collect(cluster.client, request("second", range(20))) == list(range(20))[::-1]
 
     run(test)
 
@@ -284,18 +318,5 @@ def test_a_group_that_falls_silent_is_given_up():
         assert (await cluster.scheduler.stats()).groups == ()
         answer.cancel()
         watch.cancel()
-
-    run(test)
-
-
-def test_an_outbox_knows_an_ingress_that_stopped_asking():
-    async def test():
-        outbox = Outbox(last_call=100.0)
-        outbox.request_ids.add("r")
-        assert not outbox.abandoned(100.0 + ABANDONED_SECONDS)
-        assert outbox.abandoned(101.0 + ABANDONED_SECONDS)
-        outbox.put(SequenceOutput("r", (1,), finish_reason="length"))
-        assert not outbox.abandoned(101.0 + ABANDONED_SECONDS)
-        assert await outbox.next_frame() == TokenFrame((SequenceOutput("r", (1,), finish_reason="length"),))
 
     run(test)
