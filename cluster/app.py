@@ -9,6 +9,7 @@ from ray import serve
 from ray.serve import Application
 
 from .config import ApplicationConfig
+from .http_server import ListenAddress
 from .ingress import Ingress
 from .worker_group import WorkerGroup
 
@@ -20,8 +21,14 @@ def build(args: dict[str, Any]) -> Application:
 
     Raises `ConfigError` for arguments that are wrong, before anything starts.
     """
-    config = ApplicationConfig.parse(args)
-    group_class: Any = serve.deployment(WorkerGroup)  # Serve's decorators turn classes into deployments, which type checkers miss
+    return application(ApplicationConfig.parse(args))
+
+
+def application(config: ApplicationConfig, listen: ListenAddress | None = None) -> Application:
+    """The same of parsed arguments; with `listen` the ingress serves HTTP there itself, without Serve's proxy."""
+    group_class: Any = serve.deployment(
+        WorkerGroup
+    )  # Serve's decorators turn classes into deployments, which type checkers miss
     ingress_class: Any = Ingress
     groups = [
         group_class.options(
@@ -44,4 +51,4 @@ def build(args: dict[str, Any]) -> Application:
             "max_ongoing_requests": 4096,  # streams that are open; the queue's bound is the scheduler's
             **config.ingress,
         }
-    ).bind(config, *groups)
+    ).bind(config, listen, *groups)

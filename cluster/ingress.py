@@ -12,11 +12,12 @@ from ray import serve
 
 from ..scheduler.errors import EngineDead, PagedRayError
 from ..scheduler.request import Request, SequenceOutput
-from ..workers.checkpoint.load import open_checkpoint
+from ..workers.checkpoint.locate import read_config
 from . import global_scheduler
 from .cluster_client import ClusterClient
 from .config import ApplicationConfig, ModelDeployment
 from .global_scheduler import ClusterStats
+from .http_server import HttpServer, ListenAddress
 from .metrics import RequestMetrics
 from .openai.router import ServedModel, build_app
 from .text.tokenizer import Tokenizer
@@ -71,14 +72,20 @@ class MeasuredEngine:
 @serve.deployment
 @serve.ingress()
 class Ingress:
-    async def __init__(self, config: ApplicationConfig, *groups: Any) -> None:  # type: ignore[misc]  # as Serve wants it
-        """`groups`: handles of the models' deployments; naming them here makes Serve deploy them."""
+    async def __init__(  # type: ignore[misc]  # as Serve wants it
+        self, config: ApplicationConfig, listen: ListenAddress | None, *groups: Any
+    ) -> None:
+        """`listen`: where to serve HTTP; None: requests come by Serve's proxy.
+
+        `groups`: handles of the models' deployments; naming them here makes Serve deploy them.
+        """
         self.config = config
         self.client = ClusterClient(global_scheduler.connect(serve.get_replica_context().app_name))
         self.metrics = RequestMetrics()
         self.cluster = ClusterStats({}, ())
         self.models = {m.model_id: await asyncio.to_thread(self._load, m) for m in config.models}
         self._refresher = asyncio.create_task(self._refresh_for_ever())
+        self.http = HttpServer(self.__serve_build_asgi_app__(), listen) if listen else None
 
     @staticmethod
     def _load(model: ModelDeployment) -> ServedModel:
@@ -88,7 +95,7 @@ class Ingress:
             id=model.model_id,
             tokenizer=tokenizer,
             # The group may hold less; it tells when it has come up.
-            max_model_len=model.engine.max_model_len or open_checkpoint(source).config.max_position_embeddings,
+            max_model_len=model.engine.max_model_len or read_config(source).max_position_embeddings,
             created=int(time.time()),
             tool_call_parser=model.tool_call_parser or detect_parser(tokenizer.chat_template),
             reasoning_parser=model.reasoning_parser,
@@ -101,6 +108,14 @@ class Ingress:
             health=self._health,
             metrics=self._render_metrics,
         )
+
+    def check_health(self) -> None:
+        if self.http is not None:
+            self.http.check()
+
+    async def __del__(self) -> None:
+        if self.http is not None:
+            await self.http.close()
 
     async def _refresh_for_ever(self) -> None:
         while True:

@@ -17,9 +17,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +30,7 @@ from .config import ApplicationConfig
 APPLICATION = "pagedray"
 _LEAVE_SECONDS = 5.0  # for Ray's processes to end by themselves, before they are killed
 _POLL_SECONDS = 0.25
+_READY_POLL_SECONDS = 0.05
 _CHECK_SECONDS = 1.0
 
 
@@ -50,18 +52,22 @@ class ServerOptions:
     start_timeout: float = 600.0  # seconds until the application answers
 
 
-def serve(args: dict[str, Any], options: ServerOptions, build: Callable[[dict], Any] | None = None) -> None:
+def serve(args: dict[str, Any], options: ServerOptions, build: Callable[..., Any] | None = None) -> None:
     """Serve the application that `args` describe until SIGINT or SIGTERM; must be called in the main thread.
 
-    Raises `ConfigError` for bad arguments or a port in use, before anything starts, and `ServerFailed` with the failing
-    deployment's own message. `build` takes the place of `cluster.app.build`.
+    Raises `ConfigError` for bad arguments or a port in use and `CheckpointError` for a local model that cannot be
+    served, before anything starts, and `ServerFailed` with the failing deployment's own message. `build` takes the
+    place of `cluster.app.application`.
     """
     config = ApplicationConfig.parse(args)
     address = options.ray_address or os.environ.get("RAY_ADDRESS") or None
     local = address in (None, "local")
     if local:
-        options = replace(options, port=free_port(options.host, options.port))
-    server = _Server(args, config, options, None if local else address, build)
+        reserved = PortReservation(options.host, options.port)
+        options = replace(options, port=reserved.port)
+        for model in config.models:
+            check_local_model(model.engine.model)
+    server = _Server(config, options, None if local else address, build)
     # Ray runs in a thread, so that signals, which reach the main thread, never break into the middle of it
     before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
     thread = threading.Thread(target=server.run, name="server")
@@ -77,8 +83,8 @@ def serve(args: dict[str, Any], options: ServerOptions, build: Callable[[dict], 
 
 
 class _Server:
-    def __init__(self, args: dict, config: ApplicationConfig, options: ServerOptions, address: str | None, build: Any):
-        self.args, self.config, self.options, self.address, self.build = args, config, options, address, build
+    def __init__(self, config: ApplicationConfig, options: ServerOptions, address: str | None, build: Any):
+        self.config, self.options, self.address, self.build = config, options, address, build
         self.names = ", ".join(m.model_id for m in config.models)
         self.stop = threading.Event()
         self.error: BaseException | None = None
@@ -116,12 +122,16 @@ class _Server:
 
     def _serve(self, folder: str | None) -> NoReturn:
         self._next("starting Ray" if folder else f"connecting to Ray at {self.address}")
-        _start_ray(self.address, folder, _num_cpus(self.config))
+        # Ray spends most of its start waiting for its daemons; imports want seconds of a core, too
+        imports = threading.Thread(target=self._application, name="imports")
+        _start_ray(self.address, folder, _num_cpus(self.config), meanwhile=imports.start)
+        imports.join()
         daemons = children() if folder else []
         self._next("starting Serve")
-        _start_serve(self.options.host, self.options.port, fresh=folder is not None)
+        listen = self._listen_address() if folder else None
+        _start_serve(self.options.host, self.options.port, fresh=folder is not None, proxy=listen is None)
         self._next(f"loading {self.names}")
-        self._deploy()
+        self._deploy(listen)
         show_news = _follow(Path(folder)) if folder else lambda: None
         host = "127.0.0.1" if self.options.host in ("0.0.0.0", "::") else self.options.host
         url = f"http://{host}:{self.options.port}"
@@ -139,14 +149,25 @@ class _Server:
             raise _Stopped
         _say(line)
 
-    def _deploy(self) -> None:
+    def _listen_address(self) -> Any:
+        """Where the ingress itself listens; None where Serve scales ingresses, by what its proxy sees."""
+        from .http_server import ListenAddress
+
+        scaled = self.config.ingress.get("autoscaling_config") or self.config.ingress.get("num_replicas") == "auto"
+        return None if scaled else ListenAddress(self.options.host, self.options.port)
+
+    def _application(self) -> Callable[..., Any]:
+        """What builds the application."""
+        from .app import application
+
+        return self.build or application
+
+    def _deploy(self, listen: Any) -> None:
         from ray import serve
 
-        build = self.build
-        if build is None:
-            from .app import build
+        build = self._application()
         serve.run_many(
-            [serve.RunTarget(build(self.args), name=APPLICATION, route_prefix="/")],
+            [serve.RunTarget(build(self.config, listen), name=APPLICATION, route_prefix="/")],
             wait_for_ingress_deployment_creation=False,
             wait_for_applications_running=False,
         )
@@ -181,6 +202,34 @@ def free_port(host: str, port: int) -> int:
         ) from None
 
 
+class PortReservation:
+    """A free port, kept from other servers of ours while Ray starts and nobody listens on it yet.
+
+    Ingresses share their port (SO_REUSEPORT), so two servers that find it free in the same seconds would share it, too.
+    An abstract socket has a port's scope, the machine's or the container's network, and is gone with the process.
+    """
+
+    def __init__(self, host: str, port: int):
+        for _ in range(1 if port else 20):
+            self.port = free_port(host, port)
+            self._lock = socket.socket(socket.AF_UNIX)
+            try:
+                if sys.platform == "linux":
+                    self._lock.bind(f"\0pagedray:{self.port}")
+                return
+            except OSError:
+                self._lock.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: another server of PagedRay is there; choose another --port")
+
+
+def check_local_model(model: str) -> None:
+    """Raise `CheckpointError` for a local model that cannot be served, from its headers; a hub id is not looked up."""
+    from ..workers.checkpoint.locate import may_be_on_hub, read_config
+
+    if not may_be_on_hub(model):
+        read_config(model)
+
+
 def _short_temp_dir() -> str:
     # Ray's sockets lie some 70 characters below this, and the path of a socket may have 107
     base = tempfile.gettempdir()
@@ -204,7 +253,7 @@ def _num_cpus(config: ApplicationConfig) -> int:
 # Up.
 
 
-def _start_ray(address: str | None, folder: str | None, num_cpus: int) -> None:
+def _start_ray(address: str | None, folder: str | None, num_cpus: int, meanwhile: Callable[[], None]) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns of its own future
     quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
@@ -218,34 +267,67 @@ def _start_ray(address: str | None, folder: str | None, num_cpus: int) -> None:
     import ray
 
     logging.getLogger("ray").setLevel(logging.ERROR)
+    meanwhile()
     try:
         if folder:
-            ray.init("local", include_dashboard=False, num_cpus=num_cpus, _temp_dir=folder, **quiet)
+            with _without_idle_daemons():
+                ray.init("local", include_dashboard=False, num_cpus=num_cpus, _temp_dir=folder, **quiet)
         else:
             ray.init(address, **quiet)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise ServerFailed(f"Ray did not start: {_one_line(error)}") from error
 
 
-def _start_serve(host: str, port: int, fresh: bool) -> None:
+@contextmanager
+def _without_idle_daemons() -> Iterator[None]:
+    """Keep Ray from starting what has no task on a node of its own and without its dashboard.
+
+    The autoscaler has nothing to scale, the log monitor nobody to send to, the dashboard's server no page to show.
+    They would take two of the seconds to the first token; there is no public setting (Ray 2.60).
+    """
+    from ray._private.node import Node
+
+    daemons = {
+        "start_monitor": lambda self: None,
+        "start_log_monitor": lambda self: None,
+        "start_api_server": lambda self, **_: None,
+    }
+    originals = {name: getattr(Node, name) for name in daemons}
+    for name, nothing in daemons.items():
+        setattr(Node, name, nothing)
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(Node, name, original)
+
+
+def _start_serve(host: str, port: int, fresh: bool, proxy: bool) -> None:
     from ray import serve
 
     if not fresh and serve.status().proxies:
         raise ServerFailed("Serve runs on this cluster already; deploy with `serve deploy CONFIG.yaml` there")
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    serve.start(http_options={"host": host, "port": port})
+    if proxy:
+        serve.start(http_options={"host": host, "port": port})
+    else:
+        serve.start(proxy_location="Disabled")
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # serve.start has set it back
 
 
 def _wait_until_ready(timeout: float, stop: threading.Event, show_news: Callable[[], None], url: str | None) -> None:
     """Until Serve says that the application runs and, if there is a `url`, it answers there; or until `stop`."""
-    import httpx
     from ray import serve
 
     deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        if stop.wait(_POLL_SECONDS):
+    asked = 0.0  # when Serve was, which costs it and us some milliseconds of the cores that load the model
+    while (now := time.monotonic()) < deadline:
+        if stop.wait(_READY_POLL_SECONDS):
             return
+        answers = url is None or _answers(url)
+        if now - asked < _POLL_SECONDS * (1 if url is None or not answers else 0.2):
+            continue
+        asked = now
         show_news()
         application = serve.status().applications.get(APPLICATION)
         if application is None:
@@ -257,17 +339,22 @@ def _wait_until_ready(timeout: float, stop: threading.Event, show_news: Callable
                 raise ServerFailed(f"{name}: {ours[1].strip()}")
         if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
             raise ServerFailed(_why(messages) or application.message)
-        if application.status == "RUNNING":
-            if url is None:
-                return
-            try:
-                if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                    return
-            except httpx.HTTPError:
-                pass  # the proxy does not know the route yet
+        if application.status == "RUNNING" and answers:
+            return
     raise ServerFailed(
         f"not ready after {timeout:.0f} s (--start-timeout). {_why(messages) or 'Nothing has failed yet.'}"
     )
+
+
+def _answers(url: str) -> bool:
+    connection = HTTPConnection(url.removeprefix("http://"), timeout=5)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 def _why(messages: dict[str, str]) -> str:

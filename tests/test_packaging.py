@@ -159,6 +159,11 @@ def test_the_wheel_has_the_c_sources(wheel):
         ("pagedray.cluster.cli", ["torch", "ray", "transformers", "httpx", "pydantic"]),
         ("pagedray.cluster.bench", ["torch", "ray", "transformers"]),
         ("pagedray.cluster.local_server", ["torch", "ray", "transformers"]),
+        # What each process of a server does without; every import is in the way of the first token.
+        ("pagedray.workers.checkpoint.locate", ["torch", "transformers", "ray"]),
+        ("pagedray.cluster.global_scheduler", ["torch", "transformers", "ray.serve", "fastapi", "gguf"]),
+        ("pagedray.cluster.worker_group", ["torch", "transformers", "ray.serve", "fastapi", "gguf"]),
+        ("pagedray.cluster.app", ["torch", "transformers"]),
     ],
 )
 def test_imports_that_are_light(module, kept_out):
@@ -166,6 +171,15 @@ def test_imports_that_are_light(module, kept_out):
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     )
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys\nfrom pagedray.cluster.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n"
+        "    print([m for m in ('torch', 'ray', 'transformers', 'numpy', 'pydantic', 'asyncio') if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "[]"
 
 
 def test_our_folders_are_not_top_level_modules():

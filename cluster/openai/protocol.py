@@ -171,7 +171,9 @@ class GenerationRequest(Body):
             raise InvalidRequest("stream_options is only allowed together with stream: true", "stream_options")
         unknown = extra.keys() - _IGNORED - _UNSUPPORTED.keys()
         if unknown:
-            logger.warning("ignored unknown fields of a request: %s", short(sorted(unknown)))  # quoted: no line of its own
+            logger.warning(
+                "ignored unknown fields of a request: %s", short(sorted(unknown))
+            )  # quoted: no line of its own
 
     @property
     def include_usage(self) -> bool:

@@ -3,8 +3,9 @@
     python tests/bench/http_overhead.py MODEL [--rounds 5]
 
 Both sides get the same prompts at the same concurrency: the engine in this process, and `pagedray serve` with the same
-settings in processes of its own, measured by the client of `pagedray bench`. Sides alternate (A B A B), because what
-the machine gives changes by the minute; medians and their ratios are printed.
+settings in processes of its own, measured by the client of `pagedray bench`. The prompts are words, so that every
+token of the answer is text: a client sees a token only when it completes a character. Sides alternate (A B A B),
+because what the machine gives changes by the minute; medians and their ratios are printed.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from itertools import count
 
 from pagedray import LLM, SamplingParams
@@ -22,14 +24,14 @@ from pagedray.cluster import bench
 from pagedray.cluster.local_server import free_port
 from pagedray.scheduler.request import Request
 
-INPUT_LEN, OUTPUT_LEN = 128, 64
+INPUT_LEN, OUTPUT_LEN = 128, 64  # words, which are about as many tokens; tokens
 SETTINGS = {"max_model_len": 1024, "enable_prefix_caching": False}
 _ids = count()
 
 
 def offline(engine, prompts, concurrency):
     """Output tokens a second and the median TTFT in ms, with `concurrency` requests in flight."""
-    todo, began, first = list(prompts), {}, {}
+    todo, began, first = deque(prompts), {}, {}
     in_flight = tokens = 0
     start = time.perf_counter()
     while todo or in_flight:
@@ -37,7 +39,7 @@ def offline(engine, prompts, concurrency):
             name = str(next(_ids))
             sampling = SamplingParams(temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True, seed=0)
             began[name] = time.perf_counter()
-            engine.add_request(Request(name, tuple(todo.pop()), sampling))
+            engine.add_request(Request(name, tuple(todo.popleft()), sampling))
             in_flight += 1
         for output in engine.step():
             tokens += len(output.token_ids)
@@ -84,8 +86,9 @@ def main():
             for concurrency in (1, 8):
                 turns = []
                 for seed in range(args.rounds + 1):
-                    prompts = bench.Prompts(3 * concurrency, (INPUT_LEN,) * 2, (OUTPUT_LEN,) * 2, seed, vocab_size=8192)
-                    ours = offline(llm.engine, [ids for ids, _ in prompts.draw()], concurrency)
+                    prompts = bench.Prompts(3 * concurrency, (INPUT_LEN,) * 2, (OUTPUT_LEN,) * 2, seed)
+                    ids = [llm.tokenizer.encode(text) for text, _ in prompts.draw()]
+                    ours = offline(llm.engine, ids, concurrency)
                     turns.append((*ours, *http(url, prompts, concurrency)))
                 turns = turns[1:]  # the first warms up
                 tokens, ttft, http_tokens, http_ttft = (statistics.median(c) for c in zip(*turns, strict=True))

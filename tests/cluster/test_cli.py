@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from pagedray.cluster import cli, demo_model, local_server
-from pagedray.cluster.local_server import ServerOptions, free_port
+from pagedray.cluster.local_server import PortReservation, ServerOptions, free_port
 from pagedray.scheduler.errors import ConfigError
 
 
@@ -165,6 +165,21 @@ def test_a_port_in_use_is_told_before_anything_starts():
     assert free_port("127.0.0.1", 0) > 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
+def test_a_port_that_another_server_is_about_to_take_is_refused():
+    first = PortReservation("127.0.0.1", 0)
+    with pytest.raises(ConfigError, match=f"{first.port}: another server"):
+        PortReservation("127.0.0.1", first.port)
+    assert PortReservation("127.0.0.1", 0).port != first.port
+
+
+def test_a_local_model_that_is_missing_is_refused_before_ray_starts(tmp_path):
+    command = [sys.executable, "-m", "pagedray", "serve", str(tmp_path / "model.gguf"), "--port", "0"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1
+    assert "model.gguf does not exist" in run.stderr and "starting Ray" not in run.stderr
+
+
 # -- a server, with a small Serve application in the place of the real one
 
 APPLICATION = """
@@ -174,8 +189,9 @@ from pagedray.cluster.config import ApplicationConfig
 from pagedray.cluster.local_server import PagedRayError, ServerOptions, serve
 from pagedray.scheduler.errors import CheckpointError
 
-def build(args):
+def build(config, listen):
     from ray import serve
+    from pagedray.cluster.http_server import HttpServer
     app = FastAPI()
 
     @serve.deployment(ray_actor_options={"num_cpus": 0})
@@ -192,7 +208,8 @@ def build(args):
     @serve.deployment(ray_actor_options={"num_cpus": 0})
     @serve.ingress(app)
     class Ingress:
-        def __init__(self, group): pass
+        async def __init__(self, group):
+            self.http = HttpServer(app, listen)
         @app.get("/health")
         def health(self): return {}
 
@@ -293,6 +310,8 @@ def test_a_server_comes_up_answers_and_leaves_no_process(server, number):
     url = re.search(r"http://127.0.0.1:\d+", command.output)[0]
     assert httpx.get(f"{url}/health", timeout=30).status_code == 200
     assert len(command.family()) > 5
+    running = b" ".join(cmdline(p) for p in command.family())
+    assert not [n for n in (b"dashboard/dashboard.py", b"log_monitor.py", b"/monitor.py") if n in running]
     if number == signal.SIGINT:
         os.killpg(command.process.pid, number)  # Ctrl-C reaches all of a terminal's foreground
     else:
@@ -356,11 +375,11 @@ def test_a_cluster_that_dies_ends_the_server(server):
     command = server("good")
     command.until("curl http")
     command.family()
-    raylet = [p for p in local_server.children(command.process.pid) if b"raylet/raylet" in cmdline(p)]
+    raylet = [p for p in local_server.children(command.process.pid) if b"raylet/raylet" in cmdline(p).split(b" ")[0]]
     os.kill(raylet[0], signal.SIGKILL)
     assert command.wait() == 1
     assert "of the Ray cluster ended by itself" in command.output
 
 
 def cmdline(pid):
-    return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
