@@ -3,6 +3,7 @@
 //     h += x;  x = norm(h) with the next layer's weight, in the end with the final one
 // What it saves is the way from Python to each of them and back, which is a third of a small model's decode step.
 // Under tensor parallelism o and down give a rank's part of x, in fp32; the ranks of one host add them up on the spot.
+#include "attention.h"
 #include "pool.h"
 #include "shared_group.h"
 #include "simd.h"
@@ -17,9 +18,6 @@ void pagedray_silu_and_mul(int32_t, void*, const void*, int64_t, int64_t, int64_
 void pagedray_rotary_and_cache(int32_t, void*, const void*, const void*, const int64_t*, const float*, const int64_t*,
                                void*, void*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
                                int64_t, int32_t);
-void pagedray_paged_attention(int32_t, void*, const void*, const void*, const void*, const int32_t*, const int32_t*,
-                              const int32_t*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float,
-                              int32_t);
 }
 
 namespace pagedray {
@@ -82,6 +80,9 @@ PAGEDRAY_API int32_t pagedray_decoder_layers(int32_t dtype, void* x, void* resid
     char* const q = static_cast<char*>(wide);
     char* const k = q + heads * element;
     char* const v = k + kv_heads * element;
+    const attention::Geometry geometry{num_heads, num_kv_heads, head_dim, block_size};
+    const auto plan = attention::make_plan(
+        geometry, {query_start_loc, seq_lens, block_tables, sequences, max_blocks}, threads);
 
     pagedray_rms_norm(dtype, x, residual, layers[0].input_norm, tokens, hidden, hidden, eps, threads);
     for (int64_t l = 0; l < num_layers; l++) {
@@ -90,8 +91,7 @@ PAGEDRAY_API int32_t pagedray_decoder_layers(int32_t dtype, void* x, void* resid
         linear(wide, x, layer.qkv, qkv, hidden);
         pagedray_rotary_and_cache(dtype, q, k, v, positions, cos_sin, slots, k_cache, v_cache, tokens, qkv, qkv, qkv,
                                   num_heads, num_kv_heads, head_dim, rotary_dim, block_size, threads);
-        pagedray_paged_attention(dtype, narrow, q, k_cache, v_cache, query_start_loc, seq_lens, block_tables, sequences,
-                                 max_blocks, qkv, num_heads, num_kv_heads, head_dim, block_size, scale, threads);
+        attention::attend(dtype, narrow, q, qkv, k_cache, v_cache, geometry, scale, plan, threads);
         if (const int32_t status = linear_to_x(narrow, layer.o, heads)) return status;
         pagedray_add_rms_norm(dtype, x, residual, x, residual, layer.post_attention_norm, tokens, hidden, hidden,
                               hidden, eps, threads);
