@@ -42,23 +42,32 @@ class Prompts:
     output_len: tuple[int, int]  # tokens, both ends included
     seed: int = 0
     vocab_size: int | None = None
+    prefix_len: int = 0  # words or ids that all prompts begin with, before their own
 
     def __post_init__(self) -> None:
         if self.count < 1:
             raise ConfigError(f"--num-prompts must be at least 1, not {self.count}")
+        if self.prefix_len < 0:
+            raise ConfigError(f"--prefix-len must be at least 0, not {self.prefix_len}")
         if self.vocab_size is not None and self.vocab_size <= _FIRST_ID:
             raise ConfigError(f"--vocab-size must be over {_FIRST_ID}, not {self.vocab_size}")
 
     def draw(self, count: int | None = None, salt: str = "") -> list[tuple[str | list[int], int]]:
         """(prompt, tokens to generate) pairs; another `salt`, other prompts."""
         rng = random.Random(f"{self.seed}/{salt}")
+        vocab_size = self.vocab_size
+
+        def tokens(length: int) -> list:
+            if vocab_size is None:
+                return rng.choices(_WORDS, k=length)
+            return [rng.randrange(_FIRST_ID, vocab_size) for _ in range(length)]
+
+        prefix = tokens(self.prefix_len)
         drawn: list[tuple[str | list[int], int]] = []
         for _ in range(self.count if count is None else count):
             length, output = rng.randint(*self.input_len), rng.randint(*self.output_len)
-            if self.vocab_size is None:
-                drawn.append((" ".join(rng.choices(_WORDS, k=length)), output))
-            else:
-                drawn.append(([rng.randrange(_FIRST_ID, self.vocab_size) for _ in range(length)], output))
+            prompt = prefix + tokens(length)
+            drawn.append((" ".join(prompt) if vocab_size is None else prompt, output))
         return drawn
 
 
@@ -301,7 +310,7 @@ def run_offline(model: str, prompts: Prompts, engine_kwargs: dict[str, Any]) -> 
 
 def _lengths(prompts: Prompts) -> dict[str, Any]:
     lengths = {"input_len": list(prompts.input_len), "output_len": list(prompts.output_len)}
-    return {"num_prompts": prompts.count, **lengths, "seed": prompts.seed}
+    return {"num_prompts": prompts.count, "prefix_len": prompts.prefix_len, **lengths, "seed": prompts.seed}
 
 
 # The figures.

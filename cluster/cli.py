@@ -216,6 +216,7 @@ def _add_load_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-prompts", type=int, default=32, metavar="N", help=" ")
     parser.add_argument("--input-len", default="128", metavar="N|LOW:HIGH", help="words (or ids) of a prompt")
     parser.add_argument("--output-len", default="128", metavar="N|LOW:HIGH", help="tokens to generate")
+    parser.add_argument("--prefix-len", type=int, default=0, metavar="N", help="words (or ids) all prompts begin with")
     parser.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
 
@@ -339,6 +340,7 @@ def _bench_serve(args: argparse.Namespace) -> int:
             bench.parse_range("--output-len", args.output_len),
             args.seed,
             args.vocab_size if args.prompt_format == "ids" else None,
+            args.prefix_len,
         ),
         request_rate=args.request_rate,
         max_concurrency=args.max_concurrency,
@@ -358,6 +360,7 @@ def _bench_offline(args: argparse.Namespace) -> int:
         bench.parse_range("--output-len", args.output_len),
         args.seed,
         None,
+        args.prefix_len,
     )
     return bench.report(bench.run_offline(_model(args.model)[0], prompts, _engine_kwargs(args, "seed")), args.json)
 

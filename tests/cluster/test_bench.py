@@ -236,6 +236,18 @@ def test_prompts_repeat_with_the_seed_and_keep_to_their_ranges():
     assert all(256 <= token < 300 for prompt, _ in ids for token in prompt)
 
 
+def test_prompts_share_a_beginning_that_changes_with_the_seed():
+    shared = Prompts(20, (3, 9), (2, 5), seed=1, vocab_size=5000, prefix_len=7)
+    prompts = [prompt for prompt, _ in shared.draw()]
+    assert len({tuple(p[:7]) for p in prompts}) == 1
+    assert len({tuple(p[7:]) for p in prompts}) == 20
+    assert {len(p) for p in prompts} <= set(range(10, 17))
+    assert prompts[0][:7] != Prompts(1, (3, 9), (2, 5), seed=2, vocab_size=5000, prefix_len=7).draw()[0][0][:7]
+    words = [prompt.split() for prompt, _ in Prompts(20, (3, 3), (2, 5), prefix_len=4).draw()]
+    assert len({tuple(w[:4]) for w in words}) == 1
+    assert all(len(w) == 7 for w in words)
+
+
 def test_token_ids_go_out_as_they_are():
     server = FakeServer()
     with serving(server) as url:
