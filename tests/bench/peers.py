@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from comparison.contestants import Contestant, Place, contestant
 from comparison.environments import RECIPES, Environment, Unavailable, prepare
@@ -158,19 +159,13 @@ def run(
     needed = {who.key for who in standing.values()}
     stop_all(pool, [key for key in pool if key not in needed])
     for round_ in range(first, first + args.rounds):
-        before = machine.bandwidth()
         for name, who in list(standing.items()):
             try:
-                who.resume()
-                who.measure(workload, workload.warm_up())
-                figures = who.measure(workload, workload.draw(round_))
-                who.pause()
+                who.prepare()
+                bandwidth, figures = take_turn(who, workload, round_, machine)
             except Unavailable as error:
                 give_up(name, str(error))
-                before = machine.bandwidth()
                 continue
-            after = machine.bandwidth()
-            bandwidth, before = (before + after) / 2, after
             if figures.get("median_tpot_ms") and ":bf16" in name:
                 weights = (place.models.huggingface(workload.model) / "model.safetensors").stat().st_size
                 figures[BANDWIDTH] = weights / (figures["median_tpot_ms"] / 1000) / bandwidth
@@ -179,6 +174,16 @@ def run(
                 f"{workload.name} round {round_} {name}: {figures[workload.metric]:.1f} tokens/s, "
                 f"memory {bandwidth / 1e9:.1f} GB/s"
             )
+
+
+def take_turn(who: Contestant, workload: Workload, round_: int, machine: Machine) -> tuple[float, dict[str, Any]]:
+    """The memory's bandwidth around the turn, and the figures. All others stand still meanwhile."""
+    before = machine.bandwidth()
+    who.resume()
+    who.measure(workload, workload.warm_up())
+    figures = who.measure(workload, workload.draw(round_))
+    who.pause()
+    return (before + machine.bandwidth()) / 2, figures
 
 
 def stop_all(pool: dict[tuple, Contestant], keys: Sequence[tuple] | None = None) -> None:

@@ -143,6 +143,21 @@ def test_who_has_no_turn_stands_still_and_leaves_nothing_behind(tmp_path):
         wait_for(pid, ("gone", "Z"))
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
+def test_who_dies_between_turns_is_found_out(tmp_path):
+    server = Script(tmp_path, SERVER)
+    try:
+        server.resume()
+        server.pause()
+        server.process.kill()
+        server.process.wait(20)
+        with pytest.raises(Unavailable, match="ended between its turns"):
+            server.resume()
+    finally:
+        server.stop()
+    wait_for(int(server.log.read_text().split()[0]), ("gone", "Z"))
+
+
 def test_a_server_that_ends_says_why(tmp_path):
     server = Script(tmp_path, "import sys; sys.exit('Error: no such flag')")
     with pytest.raises(Unavailable, match="the server ended: Error: no such flag"):

@@ -28,7 +28,8 @@ from .workloads import Workload
 MAX_MODEL_LEN = 4096
 _START_SECONDS = 600.0  # vLLM compiles for a minute and a half
 _TURN_SECONDS = 300.0
-_STOP_SECONDS = 30.0
+_STOP_SECONDS = 6.0  # whoever sends SIGTERM may send SIGKILL after 10
+_RAY_STOP_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def _llama_server(workload: Workload, precision: str, place: Place) -> tuple[lis
 
 
 class Contestant:
-    """`resume`, `measure` and `pause` take turns; `stop` ends it for good. Each may raise `Unavailable`."""
+    """`prepare`, then `resume`, `measure` and `pause` for a turn; `stop` in the end. Each may raise `Unavailable`."""
 
     freeze = True  # stand still between turns; else start anew each time
 
@@ -114,17 +115,25 @@ class Contestant:
         """Figures by `bench.summarize`'s names, and `input_throughput`."""
         raise NotImplementedError
 
+    def prepare(self) -> None:
+        """Start it, if it has not started, and have it stand still: nobody's turn pays for what takes minutes."""
+        if self.freeze and self.process is None:
+            self.start()
+            self.pause()
+
     def resume(self) -> None:
         if self.process is None:
             self.start()
+        elif self.process.poll() is not None:
+            raise self._failed("it ended between its turns")
         else:
-            os.killpg(self.process.pid, signal.SIGCONT)
+            _signal(self.process, signal.SIGCONT)
 
     def pause(self) -> None:
         if not self.freeze:
             self.stop()
         elif self.process is not None:
-            os.killpg(self.process.pid, signal.SIGSTOP)
+            _signal(self.process, signal.SIGSTOP)
 
     def ask_to_stop(self) -> None:
         """So that several can end at the same time."""
@@ -137,7 +146,7 @@ class Contestant:
         if self.process is None:
             return
         self.ask_to_stop()
-        for patience in (_STOP_SECONDS, 10.0):
+        for patience in (_STOP_SECONDS if self.freeze else _RAY_STOP_SECONDS, 1.0):
             try:
                 self.process.wait(patience)
                 break
@@ -149,8 +158,9 @@ class Contestant:
 
     def _launch(self, command: list[str], variables: dict[str, str], pass_fds: tuple[int, ...] = ()) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        # vLLM asks that it be left alone; everybody is told the number of threads, and has no other cores
-        inherited = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+        # vLLM asks that OMP_NUM_THREADS be left alone; everybody is told the number of threads, and has no other cores
+        ours_alone = {"OMP_NUM_THREADS", *(() if self.name.startswith("pagedray") else ("PYTHONPATH",))}
+        inherited = {k: v for k, v in os.environ.items() if k not in ours_alone}
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
                 command,
@@ -170,7 +180,7 @@ class Contestant:
             pass
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         errors = [line for line in lines if "error" in line.lower()]
-        return Unavailable(f"{what}: {(errors or lines or ['no output'])[-1][-300:]}")
+        return Unavailable(f"{what}: {(errors or lines or ['no output'])[-1][:300]}")
 
 
 def _signal(process: subprocess.Popen, how: int) -> None:
@@ -244,8 +254,7 @@ class _Offline(Contestant):
         step = workload.concurrency or len(requests)
         seconds, tokens = 0.0, 0
         for first in range(0, len(requests), step):
-            print(json.dumps(requests[first : first + step]), file=self.lines, flush=True)
-            answer = self._receive(_TURN_SECONDS)
+            answer = self._ask(requests[first : first + step])
             seconds, tokens = seconds + answer["seconds"], tokens + answer["output_tokens"]
         wanted = sum(n for _, n in requests)
         if tokens != wanted:
@@ -258,6 +267,13 @@ class _Offline(Contestant):
             self.lines.close()  # the end of its input
             self.connection.close()
         super().stop()
+
+    def _ask(self, requests: list) -> dict[str, Any]:
+        try:
+            print(json.dumps(requests), file=self.lines, flush=True)
+        except OSError as error:
+            raise self._failed(f"the process takes no requests: {error}") from None
+        return self._receive(_TURN_SECONDS)
 
     def _receive(self, seconds: float) -> dict[str, Any]:
         self.connection.settimeout(seconds)
