@@ -32,6 +32,7 @@ _LEAVE_SECONDS = 5.0  # for Ray's processes to end by themselves, before they ar
 _POLL_SECONDS = 0.25
 _READY_POLL_SECONDS = 0.05
 _CHECK_SECONDS = 1.0
+_NUM_OTHER_ACTORS = 4  # without a CPU of their own: controller, ingress, worker group's replica, global scheduler
 
 
 class ServerFailed(PagedRayError):
@@ -237,7 +238,11 @@ def _short_temp_dir() -> str:
 
 
 def _num_cpus(config: ApplicationConfig) -> int:
-    """CPUs that our own cluster says it has: Ray only counts them, and a small machine must hold every replica."""
+    """CPUs that our own cluster says it has: Ray only counts them, and a small machine must hold every replica.
+
+    Ray also starts as many worker processes beforehand, while it waits for its daemons, so that those which Serve's
+    controller and our actors run in are there when they are asked for.
+    """
 
     def most(options: dict[str, Any], cpus: float) -> float:
         replicas = options.get("num_replicas", 1)
@@ -247,7 +252,7 @@ def _num_cpus(config: ApplicationConfig) -> int:
     needed = most(config.ingress, config.ingress.get("ray_actor_options", {}).get("num_cpus", 0))
     for model in config.models:
         needed += most(model.deployment, model.deployment.get("placement_group_bundles", [{"CPU": 1}])[0]["CPU"])
-    return max(os.cpu_count() or 1, math.ceil(needed) + 1)
+    return max(os.cpu_count() or 1, math.ceil(needed) + _NUM_OTHER_ACTORS)
 
 
 # Up.
