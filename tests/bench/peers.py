@@ -158,10 +158,14 @@ def run(
                 give_up(name, str(error))
     needed = {who.key for who in standing.values()}
     stop_all(pool, [key for key in pool if key not in needed])
+    for name, who in list(standing.items()):
+        try:
+            who.prepare()
+        except Unavailable as error:
+            give_up(name, str(error))
     for round_ in range(first, first + args.rounds):
         for name, who in list(standing.items()):
             try:
-                who.prepare()
                 bandwidth, figures = take_turn(who, workload, round_, machine)
             except Unavailable as error:
                 give_up(name, str(error))
