@@ -16,6 +16,7 @@ from .text.reasoning import READERS
 
 _ENGINE_FLAGS: dict[str, tuple[type, str]] = {
     "--dtype": (str, "auto, bfloat16 or float32"),
+    "--quantization": (str, "of weights: auto (as the files have them), int8, or none (in --dtype)"),
     "--max-model-len": (int, "prompt and output, in tokens"),
     "--max-num-seqs": (int, "sequences in a step"),
     "--max-num-batched-tokens": (int, "tokens in a step: the prefill chunk"),

@@ -259,7 +259,6 @@ _VLLM: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "preemption_mode": (("recompute",), "a preempted sequence is computed again"),
     "kv_cache_dtype": (("auto",), "KV is kept in the model's dtype"),
     "load_format": (("auto", "safetensors", "gguf"), "the format is read from the files"),
-    "quantization": (("gguf",), "the quantization is read from the files"),
     "device": (("auto", "cpu"), "this version computes on CPUs"),
     "task": (("auto", "generate"), "models generate"),
     "runner": (("auto", "generate"), "models generate"),

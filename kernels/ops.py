@@ -16,15 +16,19 @@ from typing import Any
 from torch import Tensor, dtype
 
 from . import reference
-from .reference import AttentionMetadata, DecoderLayer, DecoderStack, PackedLinear, RankLost, Reduce
+from .quantized import FORMATS, QuantizedTensor
+from .reference import AttentionMetadata, DecoderLayer, DecoderStack, PackedLinear, RankLost, Reduce, Weight
 
 __all__ = [
     "AttentionMetadata",
     "DecoderLayer",
     "DecoderStack",
+    "FORMATS",
     "PackedLinear",
+    "QuantizedTensor",
     "RankLost",
     "Reduce",
+    "Weight",
     "add_rms_norm",
     "decoder",
     "embedding",
@@ -34,6 +38,7 @@ __all__ = [
     "pack_decoder",
     "pack_linear",
     "paged_attention",
+    "quantize_int8",
     "rms_norm",
     "rotary_and_cache",
     "sample",
@@ -76,9 +81,16 @@ def _make_table(device_type: str) -> Table:
     return table
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-    """weight [N, K], bias [N] -> what `linear` wants. Once, at load; the caller may drop its weight afterwards."""
-    return _table(weight.device.type)["pack_linear"](weight, bias)
+def pack_linear(
+    weight: Weight | Sequence[Weight], bias: Tensor | None = None, dtype: dtype | None = None
+) -> PackedLinear:
+    """weight [N, K], bias [N] -> what `linear` wants. Once, at load; the caller may drop its weight afterwards.
+
+    `weight` may be quantized, or parts of one, stacked by rows, some of them quantized: they stay so in memory, and
+    give bit for bit what they would give dequantized to `dtype`, the one to compute in (that of plain parts, if any).
+    Parts whose rows do not fit the backend's panels are dequantized.
+    """
+    return _table(_device_of(weight))["pack_linear"](weight, bias, dtype)
 
 
 def linear(x: Tensor, packed: PackedLinear, out_dtype: dtype | None = None) -> Tensor:
@@ -86,9 +98,22 @@ def linear(x: Tensor, packed: PackedLinear, out_dtype: dtype | None = None) -> T
     return _table(x.device.type)["linear"](x, packed, out_dtype)
 
 
-def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
-    """token_ids int64 [T], weight [V, H] -> [T, H]."""
-    return _table(weight.device.type)["embedding"](token_ids, weight)
+def embedding(token_ids: Tensor, weight: Weight, dtype: dtype | None = None) -> Tensor:
+    """token_ids int64 [T], weight [V, H] -> [T, H], in the weight's dtype, or dequantized to `dtype`."""
+    return _table(token_ids.device.type)["embedding"](token_ids, weight, dtype)
+
+
+def quantize_int8(weight: Tensor) -> QuantizedTensor:
+    """weight [N, K], K a multiple of 32 -> codes from -127 to 127 with an fp16 scale for each 32: blocks of Q8_0.
+
+    The scale is the largest magnitude / 127; a code is the nearest under the scale as it is stored.
+    """
+    return _table(weight.device.type)["quantize_int8"](weight)
+
+
+def _device_of(weight: Weight | Sequence[Weight]) -> str:
+    part = reference.parts_of(weight)[0]
+    return (part if isinstance(part, Tensor) else part.blocks).device.type
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -12,9 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .quantized import QuantizedTensor, quantize_int8
+
+__all__ = ["quantize_int8"]  # besides what is defined here
+
 GREEDY_TEMPERATURE = 1e-5  # below it a row takes its likeliest token (vLLM's bound)
 LOWEST_LOGPROB = -9999.0  # what the OpenAI API says instead of minus infinity
 
+
+Weight = Tensor | QuantizedTensor
 
 # What adds up the parts that the ranks of a tensor-parallel group hold: (fp32 [T, H], dtype) -> their sum, rounded to
 # dtype, the same bits on every rank. Raises RankLost.
@@ -49,7 +55,8 @@ class PackedLinear:
     bias: Tensor | None
     out_features: int
     in_features: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of x
+    native: Any = None  # the backend's own form, if it has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +85,34 @@ class DecoderStack:
     native: Any = None  # the backend's own form, if it has one
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-    return PackedLinear(weight, bias, weight.shape[0], weight.shape[1], weight.dtype)
+def pack_linear(
+    weight: Weight | Sequence[Weight], bias: Tensor | None = None, dtype: torch.dtype | None = None
+) -> PackedLinear:
+    parts = parts_of(weight)
+    dtype = dtype_of("pack_linear", parts, dtype)
+    whole = plain(parts, dtype)
+    return PackedLinear(whole, bias, whole.shape[0], whole.shape[1], dtype)
+
+
+def parts_of(weight: Weight | Sequence[Weight]) -> tuple[Weight, ...]:
+    parts = (weight,) if isinstance(weight, Tensor | QuantizedTensor) else tuple(weight)
+    if not parts or any(part.shape[1] != parts[0].shape[1] for part in parts):
+        raise ValueError(f"pack_linear: parts of one width; got {[tuple(part.shape) for part in parts]}")
+    return parts
+
+
+def dtype_of(operation: str, parts: Sequence[Weight], dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype to compute in: that of plain weights; quantized ones do not say."""
+    dtypes = {part.dtype for part in parts if isinstance(part, Tensor)} | ({dtype} if dtype else set())
+    if len(dtypes) != 1:
+        raise ValueError(f"{operation}: one dtype, of plain weights or said; got {sorted(map(str, dtypes))}")
+    return dtypes.pop()
+
+
+def plain(parts: Sequence[Weight], dtype: torch.dtype) -> Tensor:
+    """Parts of a weight, stacked by rows, dequantized."""
+    tensors = [part if isinstance(part, Tensor) else part.dequantize(dtype) for part in parts]
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def linear(x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -89,7 +122,10 @@ def linear(x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None
     return F.linear(x.to(out_dtype), packed.data.to(out_dtype), bias)
 
 
-def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
+def embedding(token_ids: Tensor, weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
+    dtype = dtype_of("embedding", (weight,), dtype)
+    if isinstance(weight, QuantizedTensor):
+        return weight.rows(token_ids).dequantize(dtype)
     return F.embedding(token_ids, weight)
 
 

@@ -9,6 +9,7 @@ from ..scheduler.errors import ConfigError
 from ..scheduler.names import nearest
 
 DTYPES = ("auto", "bfloat16", "float32")
+QUANTIZATIONS = ("auto", "none", "int8")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")  # what `workers.rope` computes
 
 
@@ -86,6 +87,8 @@ class EngineConfig:
     model: str  # a folder, a .gguf file or a hub id
     tokenizer: str | None = None  # where it is not the model's own
     dtype: str = "auto"
+    # Weights: "auto" as the files have them, GGUF's blocks included; "int8" any; "none" dequantized to dtype.
+    quantization: str = "auto"
     block_size: int = 16  # tokens a KV block
     max_model_len: int | None = None  # prompt and output, in tokens; None: the model's, as far as the KV pool holds
     max_num_seqs: int = 64  # sequences in a step
@@ -136,6 +139,10 @@ class EngineConfig:
             object.__setattr__(self, "dtype", aliases.get(self.dtype, self.dtype))
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if self.quantization == "gguf":  # vLLM's word for what the files of this kind have
+            object.__setattr__(self, "quantization", "auto")
+        if self.quantization not in QUANTIZATIONS:
+            raise ConfigError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, not {self.quantization!r}")
         for name, low in (
             ("block_size", 1),
             ("max_model_len", 1),

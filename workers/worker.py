@@ -56,7 +56,7 @@ class Worker:
         self.num_blocks, self.max_model_len = kv_cache.plan_capacity(
             self.model_config, config, self.dtype, shards, on_host
         )
-        self._weights = load_weights(checkpoint, self.dtype, progress, self.shard)
+        self._weights = load_weights(checkpoint, self.dtype, progress, self.shard, config.quantization)
 
     def allocate(self, num_blocks: int, max_model_len: int, group: RankGroup | None = None) -> None:
         """Build the model and a KV pool of `num_blocks` blocks, the least that any rank of the group holds."""

@@ -11,7 +11,7 @@ from gguf.constants import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from ...scheduler.errors import CheckpointError
-from ...workers.checkpoint.gguf import GGUFFile
+from ...workers.checkpoint.gguf_file import GGUFFile
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 
 from ...scheduler.errors import CheckpointError, InvalidRequest
 from ...workers.checkpoint.config import read_eos_token_ids
-from ...workers.checkpoint.gguf import GGUFFile, eos_token_ids
+from ...workers.checkpoint.gguf_file import GGUFFile, eos_token_ids
 from ...workers.checkpoint.locate import locate
 from .gguf_tokenizer import build_backend, special_tokens
 

@@ -1,9 +1,6 @@
 """Calls the native library on tensors: checks what C++ takes for granted, allocates results, hands over pointers."""
 
-import contextlib
 import ctypes
-import mmap
-import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +9,12 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..reference import AttentionMetadata, DecoderLayer, DecoderStack, PackedLinear, Reduce
+from ..reference import AttentionMetadata, DecoderLayer, DecoderStack, Reduce
+from .checks import check as _check
+from .checks import dtype_code as _dtype
 from .library import NativeLibrary
+from .linear import linear_operations
 from .shared_group import SharedGroup
-
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 _POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -32,29 +30,18 @@ _SIGNATURES: dict[str, list[Any]] = {
         _POINTER,
         _INT32,
     ],
+    "pagedray_packed_bytes": [_INT32, *[_INT64] * 3],
     "pagedray_pack_linear": [_INT32, *[_POINTER] * 2, *[_INT64] * 3, _INT32],
-    "pagedray_linear": [*[_INT32] * 2, *[_POINTER] * 4, *[_INT64] * 4, _INT32],
+    "pagedray_pack_blocks": [_INT32, _INT64, *[_POINTER] * 2, *[_INT64] * 2, _INT32],
+    "pagedray_linear": [*[_INT32] * 2, *[_POINTER] * 3, *[_INT64] * 2, _INT32],
+    "pagedray_dequantize_rows": [_INT32, _INT64, *[_POINTER] * 3, *[_INT64] * 2, _INT32],
+    "pagedray_quantize_int8": [_INT32, *[_POINTER] * 2, *[_INT64] * 3, _INT32],
     "pagedray_greedy": [*[_POINTER] * 2, *[_INT64] * 3, _INT32],
     "pagedray_sample": [*[_POINTER] * 2, *[_INT64] * 3, *[_POINTER] * 5, _INT32],
 }
 
 
-def _check(condition: bool, operation: str, rule: str, *tensors: Tensor) -> None:
-    if not condition:
-        got = ", ".join(f"{list(t.shape)} {t.dtype} strides {t.stride()}" for t in tensors)
-        raise ValueError(f"{operation}: {rule}; got {got}")
-
-
-def _dtype(operation: str, *tensors: Tensor) -> int:
-    """The code of the one dtype that all of them have."""
-    dtype = tensors[0].dtype
-    _check(
-        dtype in _DTYPES and all(t.dtype == dtype for t in tensors),
-        operation,
-        "its tensors must be all float32 or all bfloat16",
-        *tensors,
-    )
-    return _DTYPES[dtype]
+_RESULTS: dict[str, Any] = {"pagedray_packed_bytes": _INT64, "pagedray_decoder_layers": _INT32}
 
 
 def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
@@ -62,46 +49,10 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
     functions = {}
     for name, signature in _SIGNATURES.items():
         function = getattr(library.functions, name)
-        function.argtypes, function.restype = signature, _INT32 if name == "pagedray_decoder_layers" else None
+        function.argtypes, function.restype = signature, _RESULTS.get(name)
         functions[name.removeprefix("pagedray_")] = function
-    packed_size = library.functions.pagedray_packed_size
-    packed_size.argtypes, packed_size.restype = [_INT64, _INT64], _INT64
     threads = torch.get_num_threads
-    arena = _Arena()
-
-    def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        dtype = _dtype("pack_linear", weight, *([] if bias is None else [bias]))
-        _check(weight.dim() == 2 and weight.stride(1) == 1, "pack_linear", "weight [N, K], rows contiguous", weight)
-        n, k = weight.shape
-        if bias is not None:
-            _check(bias.shape == (n,), "pack_linear", f"bias [{n}]", bias)
-            bias = bias.contiguous()
-        packed = arena.empty(packed_size(n, k), weight.dtype)
-        functions["pack_linear"](dtype, packed.data_ptr(), weight.data_ptr(), n, k, weight.stride(0), threads())
-        return PackedLinear(packed, bias, n, k, weight.dtype)
-
-    def linear(x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
-        dtype = _dtype("linear", x, packed.data)
-        rows, k = x.shape
-        _check(
-            k == packed.in_features and x.stride(1) == 1, "linear", f"x [T, {packed.in_features}], rows contiguous", x
-        )
-        _check(out_dtype in (None, x.dtype, torch.float32), "linear", "out_dtype must be x's or float32", x)
-        out = x.new_empty(rows, packed.out_features, dtype=out_dtype)
-        functions["linear"](
-            dtype,
-            _DTYPES[out.dtype],
-            out.data_ptr(),
-            x.data_ptr(),
-            packed.data.data_ptr(),
-            None if packed.bias is None else packed.bias.data_ptr(),
-            rows,
-            packed.out_features,
-            k,
-            x.stride(0),
-            threads(),
-        )
-        return out
+    linears = linear_operations(functions)
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         dtype = _dtype("rms_norm", x, weight)
@@ -264,23 +215,23 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
             f"cos_sin float32 [max_position, at most {head_dim}], contiguous",
             cos_sin,
         )
-        pointers: list[int | None] = []
+        pointers: list[int] = []
         for layer in layers:
-            linears = (layer.qkv, layer.o, layer.gate_up, layer.down)
+            packed = (layer.qkv, layer.o, layer.gate_up, layer.down)
             shapes = ((qkv, hidden), (hidden, num_heads * head_dim), (2 * intermediate, hidden), (hidden, intermediate))
             norms: tuple[Tensor, ...] = (layer.input_norm, layer.post_attention_norm)
             norms += () if final_norm is None else (final_norm,)
-            _dtype("pack_decoder", *norms, *(linear.data for linear in linears))
+            _dtype("pack_decoder", *norms)
             _check(
-                all((p.out_features, p.in_features) == shape for p, shape in zip(linears, shapes, strict=True))
+                all(p.dtype == norms[0].dtype for p in packed)
+                and all((p.out_features, p.in_features) == shape for p, shape in zip(packed, shapes, strict=True))
                 and all(n.shape == (hidden,) and n.is_contiguous() for n in norms),
                 "pack_decoder",
-                f"norms [{hidden}], linears of {shapes}",
+                f"norms [{hidden}], linears of {shapes}, in one dtype",
                 *norms,
             )
             pointers += [n.data_ptr() for n in norms[:2]]
-            for linear in linears:
-                pointers += [linear.data.data_ptr(), None if linear.bias is None else linear.bias.data_ptr()]
+            pointers += [p.native.address for p in packed]
         table = (_POINTER * len(pointers))(*pointers)
         return DecoderStack(tuple(layers), final_norm, cos_sin, num_heads, num_kv_heads, head_dim, eps, table)
 
@@ -399,7 +350,7 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
         return out
 
     single_operations = SimpleNamespace(
-        linear=linear,
+        linear=linears["linear"],
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         silu_and_mul=silu_and_mul,
@@ -408,8 +359,7 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
     )
     return {
         "native_library": lambda: library,
-        "pack_linear": pack_linear,
-        "linear": linear,
+        **linears,
         "rms_norm": rms_norm,
         "add_rms_norm": add_rms_norm,
         "silu_and_mul": silu_and_mul,
@@ -420,40 +370,6 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
         "greedy": greedy,
         "sample": sample,
     }
-
-
-class _Arena:
-    """Hands out pieces of large chunks, so that weights, most of them smaller than a huge page, share huge pages.
-
-    A chunk is a mapping of its own: malloc may serve even a large request from memory that a loader's temporaries left
-    behind, which is already backed by small pages and stays so whatever is advised. A chunk's memory is taken as it is
-    written, and returned when no tensor points into it any more.
-    """
-
-    CHUNK_BYTES = 64 << 20
-    ALIGNMENT = 64
-
-    def __init__(self) -> None:
-        self._rest = torch.empty(0, dtype=torch.uint8)
-        self._lock = threading.Lock()
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        size = -(-numel * dtype.itemsize // self.ALIGNMENT) * self.ALIGNMENT
-        if size >= self.CHUNK_BYTES // 2:  # a chunk of its own, so that little of one is left unused
-            return self._map(size).view(dtype)[:numel]
-        with self._lock:
-            if size > len(self._rest):
-                self._rest = self._map(self.CHUNK_BYTES)
-            piece, self._rest = self._rest[:size], self._rest[size:]
-        return piece.view(dtype)[:numel]
-
-    @staticmethod
-    def _map(size: int) -> Tensor:
-        chunk = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
-                chunk.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(chunk, dtype=torch.uint8)  # keeps the mapping
 
 
 def _check_metadata(operation: str, metadata: AttentionMetadata, block_size: int) -> tuple[Tensor, Tensor, Tensor]:

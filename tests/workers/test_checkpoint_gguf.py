@@ -9,10 +9,13 @@ import pytest
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from pagedray.kernels import ops
 from pagedray.scheduler.errors import CheckpointError
-from pagedray.workers.checkpoint.gguf import GGUFFile
+from pagedray.workers.checkpoint.gguf_file import GGUFFile
 from pagedray.workers.checkpoint.load import load_weights, open_checkpoint
 from pagedray.workers.config import RopeConfig
+from pagedray.workers.kv_cache import allocate
+from pagedray.workers.models.decoder import Decoder
 from pagedray.workers.rope import cos_sin_table
 
 F32 = GGMLQuantizationType.F32
@@ -72,11 +75,24 @@ def shape_metadata(config):
     ]
 
 
+def quantize(array, kind):
+    """Blocks of the array; in the K formats, to which the package does not quantize, of random codes."""
+    if not kind.name.endswith("_K"):
+        return gguf.quants.quantize(array, kind)
+    block_size, block_bytes = GGML_QUANT_SIZES[kind]
+    generator = np.random.default_rng(array.size)
+    blocks = generator.integers(0, 256, (array.size // block_size, block_bytes), dtype=np.uint8)
+    for at in {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[kind.name]:
+        scale = generator.uniform(1e-5, 1e-4, len(blocks)).astype(np.float16)
+        blocks[:, at : at + 2] = scale[:, None].view(np.uint8)
+    return blocks.reshape(array.shape[0], -1)
+
+
 @pytest.fixture
 def exported(tiny_llama, tmp_path):
-    """A tiny model as a GGUF file, its state dict and its metadata calls."""
+    """A tiny model as a GGUF file, and its state dict. `others` maps parts of names to their own quantization."""
 
-    def make(kind="Llama", quantization=F32, metadata=(), extra=None, drop=(), **config):
+    def make(kind="Llama", quantization=F32, metadata=(), extra=None, drop=(), others=None, **config):
         model = tiny_llama(kind, **config)
         state, heads = model.state_dict(), model.config
         tensors = {}
@@ -88,9 +104,10 @@ def exported(tiny_llama, tmp_path):
                 array = permute(array, heads.num_attention_heads)
             if kind == "Llama" and "k_proj" in name:
                 array = permute(array, heads.num_key_value_heads)
-            matrix = array.ndim == 2 and quantization != F32
-            stored = gguf.quants.quantize(array, quantization) if matrix else array
-            tensors[stored_name(name)] = (stored, quantization if matrix else None)
+            own = next((q for part, q in (others or {}).items() if part in name), quantization)
+            matrix = array.ndim == 2 and own != F32
+            stored = quantize(array, own) if matrix else array
+            tensors[stored_name(name)] = (stored, own if matrix else None)
         tensors.update(extra or {})
         arch = {"Llama": "llama", "Qwen2": "qwen2"}[kind]
         path = write(tmp_path / "model.gguf", tensors, [*shape_metadata(heads), *metadata], arch)
@@ -176,7 +193,7 @@ def test_slices_are_those_of_the_whole(tmp_path, name, tiny_llama):
 
 
 def test_every_supported_type_is_tested():
-    from pagedray.workers.checkpoint.gguf import _QUANTIZATIONS
+    from pagedray.workers.checkpoint.gguf_file import _QUANTIZATIONS
 
     assert set(KINDS) == set(_QUANTIZATIONS)
 
@@ -192,6 +209,94 @@ def test_chunks_meet(exported, monkeypatch):
     for a, b in zip(whole.layers, pieces.layers, strict=True):
         assert torch.equal(a.qkv.weight, b.qkv.weight) and torch.equal(a.gate_up.weight, b.gate_up.weight)
     assert torch.equal(whole.embed_tokens, pieces.embed_tokens)
+
+
+# weights that stay quantized
+
+
+def logits(checkpoint, dtype, quantization, ids=(5, 17, 3, 90, 41, 8, 8)):
+    weights = load_weights(checkpoint, dtype, quantization=quantization)
+    config, num_tokens = checkpoint.config, len(ids)
+    model = Decoder(config, weights, max_model_len=16)
+    metadata = ops.AttentionMetadata(
+        torch.tensor([0, num_tokens], dtype=torch.int32),
+        torch.tensor([num_tokens], dtype=torch.int32),
+        torch.zeros(1, 1, dtype=torch.int32),
+        torch.arange(num_tokens),
+        num_tokens,
+        num_tokens,
+    )
+    caches = allocate(config, 1, 16, dtype)
+    return model.logits(model.forward(torch.tensor(ids), torch.arange(num_tokens), caches, metadata))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("main", "others", "config"),
+    [
+        ("Q4_1", {}, {}),
+        ("Q8_0", {"embed": "F32"}, {"attention_bias": True}),
+        ("Q4_0", {"v_proj": "Q8_0", "up_proj": "F16", "lm_head": "Q8_0"}, {}),
+        ("Q4_K", {"v_proj": "Q6_K", "down_proj": "Q5_K", "embed": "Q6_K"}, {"hidden_size": 256}),
+        ("Q5_1", {"k_proj": "Q5_0"}, {"num_attention_heads": 8, "num_key_value_heads": 2}),  # 16 rows: no panel
+    ],
+)
+def test_a_model_in_its_own_blocks_gives_what_it_gives_dequantized(exported, dtype, tied, main, others, config):
+    kinds = {part: GGMLQuantizationType[name] for part, name in others.items()}
+    path, _ = exported(
+        quantization=GGMLQuantizationType[main],
+        others=kinds,
+        intermediate_size=config.get("hidden_size", 96),
+        tie_word_embeddings=tied,
+        **config,
+    )
+    checkpoint = open_checkpoint(str(path))
+    own, plain = (logits(checkpoint, dtype, quantization) for quantization in ("auto", "none"))
+    assert torch.isfinite(plain).all() and plain.std() > 0
+    assert torch.equal(own, plain)
+
+
+def test_parts_have_the_formats_of_the_file(exported):
+    q4_1, kinds = GGMLQuantizationType.Q4_1, {"v_proj": GGMLQuantizationType.Q8_0, "gate_proj": F32}
+    path, state = exported(quantization=q4_1, others=kinds, tie_word_embeddings=True)
+    weights = load_weights(open_checkpoint(str(path)), torch.bfloat16, quantization="auto")
+    layer = weights.layers[0]
+    assert [(p.format.name, p.shape) for p in layer.qkv.weight] == [("Q4_1", (96, 64)), ("Q8_0", (32, 64))]
+    gate, up = layer.gate_up.weight
+    assert gate.dtype == torch.bfloat16 and up.format.name == "Q4_1"
+    assert layer.o.weight.format.name == "Q4_1" and weights.embed_tokens.format.name == "Q4_1"
+    assert weights.lm_head is weights.embed_tokens
+    assert layer.input_norm.dtype == torch.bfloat16
+    stored = gguf.quants.quantize(state["model.layers.0.self_attn.q_proj.weight"].numpy(), q4_1)
+    q = torch.from_numpy(gguf.quants.dequantize(stored, q4_1))
+    assert torch.equal(layer.qkv.weight[0].dequantize(torch.float32)[:64], q)
+
+
+@pytest.mark.parametrize("quantization", [F32, GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q8_0], ids=str)
+def test_int8_of_any_file(exported, quantization):
+    path, state = exported(quantization=quantization)
+    checkpoint = open_checkpoint(str(path))
+    weights = load_weights(checkpoint, torch.bfloat16, quantization="int8")
+    layer = weights.layers[1]
+    assert {type(w) for w in (weights.embed_tokens, weights.lm_head, layer.qkv.weight)} == {ops.QuantizedTensor}
+    for name, linear in (("mlp.down_proj", layer.down), ("self_attn.o_proj", layer.o)):
+        plain = checkpoint.read(f"model.layers.1.{name}.weight")
+        values, step = linear.weight.dequantize(torch.float32), plain.abs().max() / 127
+        assert (values - plain).abs().max() <= 0.6 * step
+        if quantization == GGMLQuantizationType.Q8_0:
+            assert torch.equal(values, plain)  # the file's own blocks
+
+
+def test_blocks_are_read_slice_by_slice(exported):
+    path, _ = exported(quantization=GGMLQuantizationType.Q8_0)
+    checkpoint = open_checkpoint(str(path))
+    name = "model.layers.0.self_attn.k_proj.weight"
+    for rows, columns in ((slice(None), slice(None)), (slice(16, 32), slice(32, 64)), (slice(3, 5), slice(0, 32))):
+        part = checkpoint.read_blocks(name, rows, columns).dequantize(torch.float32)
+        assert torch.equal(part, checkpoint.read(name)[rows, columns])
+    with pytest.raises(ValueError, match="columns 5 to 32 of .* are no whole blocks of 32"):
+        checkpoint.read_blocks(name, columns=slice(5, 32))
 
 
 # RoPE

@@ -176,6 +176,7 @@ def test_aliases_of_settings():
     assert (config.dtype, config.max_num_batched_tokens) == ("bfloat16", EngineConfig("m").max_num_batched_tokens)
     assert EngineConfig.from_kwargs(model="m", kv_cache_memory_bytes=4096).kv_cache_memory == 4096
     assert EngineConfig.from_kwargs(model="m", num_gpu_blocks_override=12).num_kv_blocks == 12
+    assert EngineConfig.from_kwargs(model="m", quantization="gguf") == EngineConfig("m")
     assert EngineConfig.from_kwargs(model="m") == EngineConfig("m")
 
 
@@ -224,6 +225,8 @@ def test_sizes_that_are_none_are_refused(size):
         ({"dtype": "float16"}, "there.dtype must be one of auto, bfloat16, float32, not 'float16'"),
         ({"dtype": ["float32"]}, "there.dtype must be one of auto, bfloat16, float32"),
         ({"dtype": torch.float32}, "there.dtype must be one of auto, bfloat16, float32"),
+        ({"quantization": "awq"}, "there.quantization must be one of auto, none, int8, not 'awq'"),
+        ({"quantization": ["int8"]}, "there.quantization must be one of auto, none, int8"),
         ({"enable_prefix_caching": "no"}, "there.enable_prefix_caching must be true or false, not 'no'"),
         ({"seed": 1.5}, "there.seed must be an integer, not 1.5"),
         ({"priority_weight": -1}, "there.priority_weight must be seconds, 0 or more, not -1"),

@@ -6,6 +6,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ...kernels.ops import QuantizedTensor
 from ...scheduler.errors import CheckpointError
 from .config import read_json, read_model_config
 
@@ -43,6 +44,12 @@ class SafetensorsCheckpoint:
 
     def num_bytes(self, name: str) -> int:
         return math.prod(self._shapes[name]) * (int(self._slices[name].get_dtype().strip("BF")) // 8)
+
+    def quantization(self, name: str) -> None:
+        return None
+
+    def read_blocks(self, name: str, rows: slice = _WHOLE, columns: slice = _WHOLE) -> QuantizedTensor:
+        raise NotImplementedError(f"{name} is not quantized")
 
     def read(self, name: str, rows: slice = _WHOLE, columns: slice = _WHOLE) -> Tensor:
         """Those rows and columns, in the file's dtype. `columns` must be left out for a vector."""

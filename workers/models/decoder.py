@@ -12,7 +12,7 @@ from ...kernels import ops
 from ..config import ModelConfig
 from ..partition import Shard, whole_model
 from ..rope import cos_sin_table
-from .weights import DecoderWeights, LayerWeights
+from .weights import DecoderWeights, LayerWeights, Linear
 
 
 class Decoder:
@@ -32,10 +32,13 @@ class Decoder:
         self.config = config
         self.shard = shard = shard or whole_model(config)
         self.reduce = reduce
+        self.dtype = weights.norm.dtype
+        # Rows of a quantized embedding are dequantized when they are looked up: a copy in bf16 would take two to four
+        # times the memory, to save microseconds a step.
         self.embed_tokens = weights.embed_tokens
         layers = []
         while weights.layers:  # one layer's weights and their packed copy at a time
-            layers.append(_pack(weights.layers.pop(0)))
+            layers.append(_pack(weights.layers.pop(0), self.dtype))
         self.stack = ops.pack_decoder(
             layers,
             final_norm=weights.norm if shard.last_stage else None,
@@ -45,16 +48,16 @@ class Decoder:
             head_dim=config.head_dim,
             eps=config.rms_norm_eps,
         )
-        self.lm_head = ops.pack_linear(weights.lm_head) if shard.last_stage else None
+        self.lm_head = ops.pack_linear(weights.lm_head, None, self.dtype) if shard.last_stage else None
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids int64 [num_tokens] -> [num_tokens, hidden]; each rank looks up the rows of its vocabulary."""
         if self.reduce is None:
-            return ops.embedding(token_ids, self.embed_tokens)
+            return ops.embedding(token_ids, self.embed_tokens, self.dtype)
         local = token_ids - self.shard.vocab.start
         mine = (local >= 0) & (local < len(self.shard.vocab))
-        rows = ops.embedding(local.where(mine, 0), self.embed_tokens).float()
-        return self.reduce(rows * mine.unsqueeze(1), self.embed_tokens.dtype)
+        rows = ops.embedding(local.where(mine, 0), self.embed_tokens, self.dtype).float()
+        return self.reduce(rows * mine.unsqueeze(1), self.dtype)
 
     def forward(
         self,
@@ -72,12 +75,15 @@ class Decoder:
         return ops.linear(hidden, self.lm_head, torch.float32)
 
 
-def _pack(weights: LayerWeights) -> ops.DecoderLayer:
+def _pack(weights: LayerWeights, dtype: torch.dtype) -> ops.DecoderLayer:
+    def pack(linear: Linear) -> ops.PackedLinear:
+        return ops.pack_linear(linear.weight, linear.bias, dtype)
+
     return ops.DecoderLayer(
         input_norm=weights.input_norm,
-        qkv=ops.pack_linear(weights.qkv.weight, weights.qkv.bias),
-        o=ops.pack_linear(weights.o.weight, weights.o.bias),
+        qkv=pack(weights.qkv),
+        o=pack(weights.o),
         post_attention_norm=weights.post_attention_norm,
-        gate_up=ops.pack_linear(weights.gate_up.weight, weights.gate_up.bias),
-        down=ops.pack_linear(weights.down.weight, weights.down.bias),
+        gate_up=pack(weights.gate_up),
+        down=pack(weights.down),
     )

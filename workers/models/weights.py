@@ -4,12 +4,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ...kernels.ops import Weight
+
 
 @dataclass(slots=True)
 class Linear:
-    """y = x @ weight.T + bias; weight [out_features, in_features]."""
+    """y = x @ weight.T + bias; weight [out_features, in_features], or parts of it where rows differ in their format."""
 
-    weight: Tensor
+    weight: Weight | list[Weight]
     bias: Tensor | None = None
 
 
@@ -25,7 +27,7 @@ class LayerWeights:
 
 @dataclass(slots=True)
 class DecoderWeights:
-    embed_tokens: Tensor  # [vocab, hidden]
+    embed_tokens: Weight  # [vocab, hidden]
     layers: list[LayerWeights]
     norm: Tensor  # [hidden]
-    lm_head: Tensor  # [vocab, hidden]; the same tensor as embed_tokens where they are tied
+    lm_head: Weight  # [vocab, hidden]; the same tensor as embed_tokens where they are tied

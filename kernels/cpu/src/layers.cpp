@@ -4,16 +4,15 @@
 // What it saves is the way from Python to each of them and back, which is a third of a small model's decode step.
 // Under tensor parallelism o and down give a rank's part of x, in fp32; the ranks of one host add them up on the spot.
 #include "attention.h"
+#include "panel.h"
 #include "pool.h"
 #include "shared_group.h"
-#include "simd.h"
 
 extern "C" {
 void pagedray_rms_norm(int32_t, void*, const void*, const void*, int64_t, int64_t, int64_t, float, int32_t);
 void pagedray_add_rms_norm(int32_t, void*, void*, const void*, const void*, const void*, int64_t, int64_t, int64_t,
                            int64_t, float, int32_t);
-void pagedray_linear(int32_t, int32_t, void*, const void*, const void*, const void*, int64_t, int64_t, int64_t,
-                     int64_t, int32_t);
+void pagedray_linear(int32_t, int32_t, void*, const void*, const pagedray::Linear*, int64_t, int64_t, int32_t);
 void pagedray_silu_and_mul(int32_t, void*, const void*, int64_t, int64_t, int64_t, int32_t);
 void pagedray_rotary_and_cache(int32_t, void*, const void*, const void*, const int64_t*, const float*, const int64_t*,
                                void*, void*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
@@ -22,13 +21,9 @@ void pagedray_rotary_and_cache(int32_t, void*, const void*, const void*, const i
 
 namespace pagedray {
 
-struct Linear {
-    const void *weight, *bias;
-};
-
 struct Layer {
     const void *input_norm, *post_attention_norm;
-    Linear qkv, o, gate_up, down;
+    const Linear *qkv, *o, *gate_up, *down;
 };
 
 struct Sizes {
@@ -64,16 +59,16 @@ PAGEDRAY_API int32_t pagedray_decoder_layers(int32_t dtype, void* x, void* resid
                  max_blocks] = *sizes;
     const int64_t heads = num_heads * head_dim, kv_heads = num_kv_heads * head_dim, qkv = heads + 2 * kv_heads;
     const int64_t element = dtype == BFLOAT16 ? sizeof(bf16) : sizeof(float);
-    const auto linear = [&](void* out, const void* in, const Linear& l, int64_t n, int64_t k) {
-        pagedray_linear(dtype, dtype, out, in, l.weight, l.bias, tokens, n, k, k, threads);
+    const auto linear = [&](void* out, const void* in, const Linear* weight) {
+        pagedray_linear(dtype, dtype, out, in, weight, tokens, weight->k, threads);
     };
     // x = linear(in), summed over the ranks
-    const auto linear_to_x = [&](const void* in, const Linear& l, int64_t k) -> int32_t {
+    const auto linear_to_x = [&](const void* in, const Linear* weight) -> int32_t {
         if (!group) {
-            linear(x, in, l, hidden, k);
+            linear(x, in, weight);
             return 0;
         }
-        pagedray_linear(dtype, FLOAT32, group->next_slot(), in, l.weight, l.bias, tokens, hidden, k, k, threads);
+        pagedray_linear(dtype, FLOAT32, group->next_slot(), in, weight, tokens, weight->k, threads);
         return dtype == BFLOAT16 ? group->reduce(static_cast<bf16*>(x), tokens, hidden, threads)
                                  : group->reduce(static_cast<float*>(x), tokens, hidden, threads);
     };
@@ -88,16 +83,16 @@ PAGEDRAY_API int32_t pagedray_decoder_layers(int32_t dtype, void* x, void* resid
     for (int64_t l = 0; l < num_layers; l++) {
         const Layer& layer = layers[l];
         void *k_cache = caches[2 * l], *v_cache = caches[2 * l + 1];
-        linear(wide, x, layer.qkv, qkv, hidden);
+        linear(wide, x, layer.qkv);
         pagedray_rotary_and_cache(dtype, q, k, v, positions, cos_sin, slots, k_cache, v_cache, tokens, qkv, qkv, qkv,
                                   num_heads, num_kv_heads, head_dim, rotary_dim, block_size, threads);
         attention::attend(dtype, narrow, q, qkv, k_cache, v_cache, geometry, scale, plan, threads);
-        if (const int32_t status = linear_to_x(narrow, layer.o, heads)) return status;
+        if (const int32_t status = linear_to_x(narrow, layer.o)) return status;
         pagedray_add_rms_norm(dtype, x, residual, x, residual, layer.post_attention_norm, tokens, hidden, hidden,
                               hidden, eps, threads);
-        linear(wide, x, layer.gate_up, 2 * intermediate, hidden);
+        linear(wide, x, layer.gate_up);
         pagedray_silu_and_mul(dtype, narrow, wide, tokens, intermediate, 2 * intermediate, threads);
-        if (const int32_t status = linear_to_x(narrow, layer.down, intermediate)) return status;
+        if (const int32_t status = linear_to_x(narrow, layer.down)) return status;
         const void* next_norm = l + 1 < num_layers ? layers[l + 1].input_norm : final_norm;
         if (next_norm)
             pagedray_add_rms_norm(dtype, x, residual, x, residual, next_norm, tokens, hidden, hidden, hidden, eps, threads);

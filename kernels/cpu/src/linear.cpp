@@ -1,21 +1,19 @@
 // y = x W^T + bias. W [N, K] is packed once, at load, so that it is read as one stream: one copy of the weights serves
 // decode, where that stream's speed is all that counts, and prefill.
-//
-// Packed: [N / 32, K / 32, 2, 32 / G, 16, G]: panels of 32 rows of W (columns of y); in a panel steps of 32 k; a step is
-// two tiles of 16 columns, each with the k of its columns side by side, G at a time. G = 2 where the CPU multiplies pairs
-// of bf16 (VNNI order), else 1. N and K are padded with zeros.
+// panel.h says how. A quantized weight stays as it is until steps of a panel are wanted: they are dequantized into the core's
+// cache, once for all rows of x that are multiplied with them, and the rest goes on as with a plain weight.
 //
 // Every y[m][n] is one chain of additions over k from 0 up, whatever the number of rows: so a row gives the same bits in
 // any company. Sums are in fp32.
 #include <algorithm>
 
 #include "memory.h"
+#include "panel.h"
 #include "pool.h"
-#include "simd.h"
+#include "quantized.h"
 
 namespace pagedray {
 
-constexpr int PANEL = 32, STEP = 32, TILE = 16;
 constexpr int PREFETCH_BYTES = 2048;
 constexpr int RUNS_PER_THREAD = 4;
 
@@ -23,10 +21,13 @@ constexpr int RUNS_PER_THREAD = 4;
 // of PANELS panels. Their sums wait in fp32 from one block of k to the next, so the chains stay what they are.
 constexpr int BATCH = 240, PANELS = 4, BLOCK_BYTES = 2048;
 
-// How the products are made: GROUP neighboring k to a lane, and the element type that x is brought to.
+// How many steps of a panel are dequantized at a time where few rows want them, unless one by one: they fit the L1 cache.
+constexpr int DEQUANTIZED_STEPS = 8;
+
+
+// How the products are made: of GROUP neighboring k in a lane, x being brought to the element type X.
 template <class T>
 struct Product {
-    static constexpr int GROUP = 1;
     using X = float;
     static vfloat weights(const T* p) { return load(p); }
     static vfloat multiply_add(vfloat sum, vfloat w, const float* x) { return sum + w * *x; }
@@ -34,7 +35,6 @@ struct Product {
 #if defined(__AVX512BF16__)
 template <>
 struct Product<bf16> {
-    static constexpr int GROUP = 2;
     using X = bf16;
     static vfloat weights(const bf16* p) { return load(reinterpret_cast<const float*>(p)); }
     static vfloat multiply_add(vfloat sum, vfloat w, const bf16* pair) {
@@ -52,26 +52,49 @@ inline void convert(float& to, bf16 from) {
     memcpy(&to, &bits, 4);
 }
 
-struct Shape {
-    int64_t rows, n, k;
-    int64_t steps() const { return (k + STEP - 1) / STEP; }
-    int64_t panels() const { return (n + PANEL - 1) / PANEL; }
-    int64_t panel_size() const { return steps() * STEP * PANEL; }
+// Where steps of a panel come from, one after another: step(s) in the plain layout.
+template <class T>
+struct PlainSteps {
+    const T* first;
+    bool prefetch;
+
+    const T* operator()(int64_t s) const {
+        const T* step = first + s * STEP * PANEL;
+        if (prefetch)
+            for (size_t i = 0; i < STEP * PANEL * sizeof(T); i += 64)
+                __builtin_prefetch(reinterpret_cast<const char*>(step) + PREFETCH_BYTES + i, 0, 2);
+        return step;
+    }
+};
+
+// Dequantized when asked for, to one of two places in turn: so the next step may be asked for while one is in use, which
+// keeps the vector units busy while the matrix unit multiplies.
+template <class T, class F>
+struct QuantizedSteps {
+    const uint8_t* panel;
+    int64_t begin;
+    T* room;  // [2][step]
+
+    const T* operator()(int64_t s) const {
+        T* step = room + s % 2 * STEP * PANEL;
+        const uint8_t* ahead = panel + (begin + s) * F::BLOCK_BYTES / F::BLOCK_STEPS + PREFETCH_BYTES;
+        for (int i = 0; i < F::BLOCK_BYTES / F::BLOCK_STEPS; i += 64) __builtin_prefetch(ahead + i);
+        dequantize_step<F>(step, panel, begin + s);
+        return step;
+    }
 };
 
 // sums [R][32] = or += R rows of x times a panel, in registers. x [k / G][R][G].
 template <class T, int R>
-static void multiply_panel(float* sums, const T* panel, const typename Product<T>::X* x, int64_t steps, bool add,
-                           bool prefetch) {
-    constexpr int G = Product<T>::GROUP, V = TILE / W;
+static void multiply_panel(float* sums, const PlainSteps<T>& weights, const typename Product<T>::X* x, int64_t steps,
+                           bool add) {
+    constexpr int G = GROUP<T>, V = TILE / W;
     vfloat sum[R][2][V] = {};
     for (int r = 0; r < R && add; r++)
         for (int h = 0; h < 2; h++)
             for (int v = 0; v < V; v++) sum[r][h][v] = load(sums + r * PANEL + h * TILE + v * W);
-    for (int64_t s = 0; s < steps; s++, panel += STEP * PANEL) {
-        if (prefetch)
-            for (size_t i = 0; i < STEP * PANEL * sizeof(T); i += 64)
-                __builtin_prefetch(reinterpret_cast<const char*>(panel) + PREFETCH_BYTES + i);
+    for (int64_t s = 0; s < steps; s++) {
+        const T* panel = weights(s);
         for (int k = 0; k < STEP; k += G, x += R * G) {
             vfloat w[2][V];
             for (int h = 0; h < 2; h++)
@@ -89,14 +112,15 @@ static void multiply_panel(float* sums, const T* panel, const typename Product<T
 
 // Up to ROWS rows of x. `arrange` brings them to the order in which `multiply` reads them: by k, a step being rows * STEP
 // elements. `multiply` sets sums [rows][32] to `steps` steps of a panel, or adds them. `prepare` comes before the first
-// multiplication of that many rows, `finish` after the last of all.
+// multiplication of that many rows, `finish` after the last of all. A block that `INTERLEAVES` takes QuantizedSteps, too.
 template <class T>
 struct Block {
     static constexpr int ROWS = W == 16 ? 12 : (W == 8 ? 2 : 1);  // as many as registers hold
+    static constexpr bool INTERLEAVES = false;
     using X = typename Product<T>::X;
 
     static void arrange(X* to, const T* from, int64_t stride, int64_t rows, int64_t k, int64_t padded) {
-        constexpr int G = Product<T>::GROUP;
+        constexpr int G = GROUP<T>;
         std::fill(to + k / G * G * rows, to + rows * padded, X{});
         for (int64_t i = 0; i < k; i += G)
             for (int64_t r = 0; r < rows; r++)
@@ -105,9 +129,9 @@ struct Block {
     }
 
     template <int R = ROWS>
-    static void multiply(float* sums, const T* panel, const X* x, int64_t rows, int64_t steps, bool add, bool prefetch) {
-        if (rows == R) return multiply_panel<T, R>(sums, panel, x, steps, add, prefetch);
-        if constexpr (R > 1) multiply<R - 1>(sums, panel, x, rows, steps, add, prefetch);
+    static void multiply(float* sums, const PlainSteps<T>& weights, const X* x, int64_t rows, int64_t steps, bool add) {
+        if (rows == R) return multiply_panel<T, R>(sums, weights, x, steps, add);
+        if constexpr (R > 1) multiply<R - 1>(sums, weights, x, rows, steps, add);
     }
 
     static void prepare(int64_t) {}
@@ -125,6 +149,7 @@ struct __attribute__((packed)) TileConfig {
 template <>
 struct Block<bf16> {
     static constexpr int ROWS = 2 * TILE;
+    static constexpr bool INTERLEAVES = true;
     using X = bf16;
 
     static void arrange(bf16* to, const bf16* from, int64_t stride, int64_t rows, int64_t k, int64_t padded) {
@@ -146,8 +171,8 @@ struct Block<bf16> {
     }
     static void finish() { _tile_release(); }
 
-    static void multiply(float* sums, const bf16* panel, const bf16* x, int64_t rows, int64_t steps, bool add,
-                         bool prefetch) {
+    template <class Steps>
+    static void multiply(float* sums, const Steps& weights, const bf16* x, int64_t rows, int64_t steps, bool add) {
         const bool two = rows > TILE;
         _tile_zero(0);
         _tile_zero(1);
@@ -161,10 +186,10 @@ struct Block<bf16> {
             _tile_loadd(2, sums + TILE * PANEL, PANEL * 4);
             _tile_loadd(3, sums + TILE * PANEL + TILE, PANEL * 4);
         }
-        for (int64_t s = 0; s < steps; s++, panel += STEP * PANEL, x += rows * STEP) {
-            if (prefetch)
-                for (int i = 0; i < STEP * PANEL * 2; i += 64)
-                    __builtin_prefetch(reinterpret_cast<const char*>(panel) + PREFETCH_BYTES + i, 0, 2);
+        const bf16* next = weights(0);
+        for (int64_t s = 0; s < steps; s++, x += rows * STEP) {
+            const bf16* panel = next;
+            if (s + 1 < steps) next = weights(s + 1);
             _tile_loadd(4, x, 64);
             _tile_loadd(6, panel, 64);
             _tile_dpbf16ps(0, 4, 6);
@@ -186,21 +211,67 @@ struct Block<bf16> {
 };
 #endif
 
+// Steps of a part's panel, from `begin` of `all_steps` on, times rows of x, Block::ROWS at a time. To `room` quantized
+// weights are dequantized, once for all rows. `x` is arranged, `prepared` the number of rows that Block is prepared for.
+template <class T>
+struct PanelProduct {
+    using X = typename Block<T>::X;
+    const Part& part;
+    int64_t panel, all_steps, begin, steps, rows, padded;
+    const X* x;
+    float* sums;
+    T* room;
+    int64_t& prepared;
+
+    void run() const {
+        if (part.format == PLAIN) {
+            const T* data = static_cast<const T*>(part.data) + (panel * all_steps + begin) * STEP * PANEL;
+            return multiply_all(data, true);
+        }
+        with_format(part.format, [&](auto format) {
+            using F = decltype(format);
+            const uint8_t* codes = static_cast<const uint8_t*>(part.data) + panel * F::panel_bytes(all_steps);
+            if constexpr (Block<T>::INTERLEAVES)
+                if (rows <= Block<T>::ROWS) return multiply(0, QuantizedSteps<T, F>{codes, begin, room});
+            for (int64_t s = 0; s < steps; s++) dequantize_step<F>(room + s * STEP * PANEL, codes, begin + s);
+            multiply_all(room, false);
+        });
+    }
+
+    void multiply_all(const T* data, bool prefetch) const {
+        for (int64_t m = 0; m < rows; m += Block<T>::ROWS) multiply(m, PlainSteps<T>{data, prefetch && m == 0});
+    }
+
+    template <class Steps>
+    void multiply(int64_t m, const Steps& weights) const {
+        const int64_t count = std::min<int64_t>(Block<T>::ROWS, rows - m);
+        if (count != prepared) Block<T>::prepare(prepared = count);
+        Block<T>::multiply(sums + m * PANEL, weights, x + m * padded + begin * STEP * count, count, steps, begin > 0);
+    }
+};
+
 template <class T, class Out>
-static void linear(Out* out, const T* x, int64_t x_stride, const T* packed, const T* bias, const Shape& shape,
-                   int threads) {
+static void linear(Out* out, const T* x, int64_t x_stride, const Linear& weight, int64_t num_rows, int threads) {
     using X = typename Block<T>::X;
     constexpr int ROWS = Block<T>::ROWS;
-    const int64_t padded = shape.steps() * STEP, panels = shape.panels();
+    const int64_t all_steps = steps_of(weight.k), padded = all_steps * STEP, panels = panels_of(weight.n);
     constexpr int64_t BATCH_ROWS = (BATCH + ROWS - 1) / ROWS * ROWS;
-    const int64_t batches = (shape.rows + BATCH_ROWS - 1) / BATCH_ROWS, items = batches * panels;
-    const int64_t block = shape.rows <= ROWS ? shape.steps() : BLOCK_BYTES / (STEP * sizeof(X));  // in steps
+    const int64_t batches = (num_rows + BATCH_ROWS - 1) / BATCH_ROWS, items = batches * panels;
+    const T* bias = static_cast<const T*>(weight.bias);
+    const bool few = num_rows <= ROWS;
+    bool quantized = false;
+    for (int64_t i = 0; i < weight.num_parts; i++) quantized |= weight.parts[i].format != PLAIN;
+    // In steps.
+    const bool one_by_one = few && Block<T>::INTERLEAVES;
+    const int64_t at_once = few ? DEQUANTIZED_STEPS : BLOCK_BYTES / (STEP * sizeof(X));
+    const int64_t block = few && (one_by_one || !quantized) ? all_steps : at_once;
     // Runs of panels: long enough to stream, short enough that threads end together.
     const int64_t runs = panels * padded < 4096 ? 1 : std::min<int64_t>(items, RUNS_PER_THREAD * threads);
     parallel(runs, threads, [&](Tasks& mine) {
-        const int64_t most_rows = std::min(shape.rows, BATCH_ROWS), sums_size = most_rows * PANEL;
+        const int64_t most_rows = std::min(num_rows, BATCH_ROWS), sums_size = most_rows * PANEL;
         const auto arranged = aligned<X>(most_rows * padded);
         const auto sums = aligned<float>(PANELS * sums_size);
+        const auto room = aligned<T>(quantized ? (one_by_one ? 2 : block) * STEP * PANEL : 0);
         int64_t prepared = 0, arranged_batch = -1, item = 0, last = 0;
         const auto more = [&] {
             int64_t run;
@@ -211,34 +282,32 @@ static void linear(Out* out, const T* x, int64_t x_stride, const T* packed, cons
             return true;
         };
         while (more()) {
-            const int64_t begin = item / panels * BATCH_ROWS, end = std::min(begin + BATCH_ROWS, shape.rows);
+            const int64_t begin = item / panels * BATCH_ROWS, end = std::min(begin + BATCH_ROWS, num_rows);
             if (item / panels != arranged_batch) {
                 arranged_batch = item / panels;
                 for (int64_t m = begin; m < end; m += ROWS)
                     Block<T>::arrange(arranged.get() + (m - begin) * padded, x + m * x_stride, x_stride,
-                                      std::min<int64_t>(ROWS, end - m), shape.k, padded);
+                                      std::min<int64_t>(ROWS, end - m), weight.k, padded);
             }
-            const int64_t p = item % panels, count = std::min({last - item, panels - p, static_cast<int64_t>(PANELS)});
-            for (int64_t s = 0; s < shape.steps(); s += block) {
-                const int64_t steps = std::min(block, shape.steps() - s);
-                for (int64_t i = 0; i < count; i++) {
-                    const T* panel = packed + (p + i) * shape.panel_size() + s * STEP * PANEL;
-                    for (int64_t m = begin; m < end; m += ROWS) {
-                        const int64_t rows = std::min<int64_t>(ROWS, end - m);
-                        if (rows != prepared) Block<T>::prepare(prepared = rows);
-                        Block<T>::multiply(sums.get() + i * sums_size + (m - begin) * PANEL, panel,
-                                           arranged.get() + (m - begin) * padded + s * STEP * rows, rows, steps, s > 0,
-                                           m == begin);
-                    }
-                }
+            const int64_t first = item % panels;  // and some neighbors of the same part
+            const Part* part = weight.parts;
+            int64_t panel = first;
+            for (; panel >= part->panels; part++) panel -= part->panels;
+            const int64_t count = std::min({last - item, part->panels - panel, static_cast<int64_t>(PANELS)});
+            for (int64_t s = 0; s < all_steps; s += block) {
+                const int64_t steps = std::min(block, all_steps - s);
+                for (int64_t i = 0; i < count; i++)
+                    PanelProduct<T>{*part, panel + i, all_steps, s, steps, end - begin, padded, arranged.get(),
+                                    sums.get() + i * sums_size, room.get(), prepared}
+                        .run();
             }
             for (int64_t m = begin; m < end; m++)
                 for (int64_t i = 0; i < count; i++) {
-                    const int64_t column = (p + i) * PANEL, columns = std::min<int64_t>(PANEL, shape.n - column);
+                    const int64_t column = (first + i) * PANEL, columns = std::min<int64_t>(PANEL, weight.n - column);
                     const float* row = sums.get() + i * sums_size + (m - begin) * PANEL;
                     for_each_vector(columns, [&](int64_t j, auto get, auto put) {
                         const vfloat sum = load(row + j);
-                        put(out + m * shape.n + column + j, bias ? sum + get(bias + column + j) : sum);
+                        put(out + m * weight.n + column + j, bias ? sum + get(bias + column + j) : sum);
                     });
                 }
             item += count;
@@ -247,50 +316,19 @@ static void linear(Out* out, const T* x, int64_t x_stride, const T* packed, cons
     });
 }
 
-template <class T>
-static void pack(T* packed, const T* weight, int64_t stride, const Shape& shape, int threads) {
-    constexpr int G = Product<T>::GROUP;
-    parallel_for(shape.panels(), 1, threads, [&](int64_t p) {
-        T* panel = packed + p * shape.panel_size();
-        std::fill_n(panel, shape.panel_size(), T{});
-        for (int64_t n = p * PANEL; n < std::min((p + 1) * PANEL, shape.n); n++) {
-            const int64_t tile = n % PANEL / TILE, column = n % TILE;
-            for (int64_t k = 0; k < shape.k; k++)
-                panel[((k / STEP * 2 + tile) * STEP + k % STEP / G * G) * TILE + column * G + k % G] =
-                    weight[n * stride + k];
-        }
-    });
-}
-
 }  // namespace pagedray
 
 using namespace pagedray;
 
-// Elements that a packed [n, k] weight takes.
-PAGEDRAY_API int64_t pagedray_packed_size(int64_t n, int64_t k) {
-    const Shape shape{0, n, k};
-    return shape.panels() * shape.panel_size();
-}
-
-PAGEDRAY_API void pagedray_pack_linear(int32_t dtype, void* packed, const void* weight, int64_t n, int64_t k,
-                                       int64_t stride, int32_t threads) {
-    with_dtype(dtype, [&](auto* type) {
-        using T = std::remove_pointer_t<decltype(type)>;
-        pack(static_cast<T*>(packed), static_cast<const T*>(weight), stride, Shape{0, n, k}, threads);
-    });
-}
-
-// `out` is in `out_dtype`: that of the rest, or fp32.
-PAGEDRAY_API void pagedray_linear(int32_t dtype, int32_t out_dtype, void* out, const void* x, const void* packed,
-                                  const void* bias, int64_t rows, int64_t n, int64_t k, int64_t x_stride,
-                                  int32_t threads) {
+// `out` [rows, n] is in `out_dtype`: that of x [rows, k] and the weight, or fp32.
+PAGEDRAY_API void pagedray_linear(int32_t dtype, int32_t out_dtype, void* out, const void* x, const Linear* weight,
+                                  int64_t rows, int64_t x_stride, int32_t threads) {
     with_dtype(dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
         with_dtype(out_dtype, [&](auto* out_type) {
             using Out = std::remove_pointer_t<decltype(out_type)>;
             if constexpr (std::is_same_v<Out, T> || std::is_same_v<Out, float>)
-                linear(static_cast<Out*>(out), static_cast<const T*>(x), x_stride, static_cast<const T*>(packed),
-                       static_cast<const T*>(bias), Shape{rows, n, k}, threads);
+                linear(static_cast<Out*>(out), static_cast<const T*>(x), x_stride, *weight, rows, threads);
         });
     });
 }

@@ -2,6 +2,7 @@
 // a * b + c becomes one fused instruction. One source serves AVX-512, AVX2 and plain SSE2 (or any other CPU).
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -30,6 +31,10 @@ typedef uint16_t vhalf __attribute__((vector_size(W * 2)));
 
 struct bf16 {
     uint16_t bits;  // the upper half of a float
+};
+
+struct half {
+    uint16_t bits;  // IEEE's fp16
 };
 
 enum DType : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
@@ -65,6 +70,48 @@ inline vfloat load(const bf16* p) {
     const vuint bits = __builtin_convertvector(h, vuint);
 #endif
     return (vfloat)(bits << 16);
+}
+
+inline float to_float(half h) {  // exact, subnormal numbers too
+    const uint32_t magnitude = static_cast<uint32_t>(h.bits & 0x7fff) << 13;
+    float f;
+    memcpy(&f, &magnitude, 4);
+    f *= 0x1p112f;
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    if (magnitude >= 0x7c00u << 13) bits |= 0x7f800000;  // infinite, or no number
+    bits |= static_cast<uint32_t>(h.bits & 0x8000) << 16;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+inline half to_half(float f) {  // to nearest, ties to even; f >= 0
+    if (f < 0x1p-14f) return {static_cast<uint16_t>(std::nearbyint(f * 0x1p24f))};
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    const uint32_t rounded = ((bits + 0xfff + (bits >> 13 & 1)) >> 13) - (112 << 10);
+    return {static_cast<uint16_t>(std::min<uint32_t>(rounded, 0x7c00))};
+}
+inline vfloat load(const half* p) {
+#if defined(__AVX512F__)
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+    vfloat v;
+    for (int i = 0; i < W; i++) v[i] = to_float(p[i]);
+    return v;
+#endif
+}
+inline vfloat load(const int8_t* p) {
+#if defined(__AVX512F__)
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+    vint v;
+    for (int i = 0; i < W; i++) v[i] = p[i];
+    return __builtin_convertvector(v, vfloat);
+#endif
 }
 
 inline void store(float* p, vfloat v) { memcpy(p, &v, sizeof v); }

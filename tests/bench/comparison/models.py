@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pagedray.cluster.text.gguf_tokenizer import build_backend
-from pagedray.workers.checkpoint.gguf import GGUFFile
+from pagedray.workers.checkpoint.gguf_file import GGUFFile
 from pagedray.workers.checkpoint.load import open_checkpoint
 
 from .environments import Unavailable
