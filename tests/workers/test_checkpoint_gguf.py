@@ -13,9 +13,10 @@ from pagedray.kernels import ops
 from pagedray.scheduler.errors import CheckpointError
 from pagedray.workers.checkpoint.gguf_file import GGUFFile
 from pagedray.workers.checkpoint.load import load_weights, open_checkpoint
-from pagedray.workers.config import RopeConfig
+from pagedray.workers.config import EngineConfig, RopeConfig
 from pagedray.workers.kv_cache import allocate
 from pagedray.workers.models.decoder import Decoder
+from pagedray.workers.partition import partition
 from pagedray.workers.rope import cos_sin_table
 
 F32 = GGMLQuantizationType.F32
@@ -227,7 +228,7 @@ def logits(checkpoint, dtype, quantization, ids=(5, 17, 3, 90, 41, 8, 8)):
         num_tokens,
     )
     caches = allocate(config, 1, 16, dtype)
-    return model.logits(model.forward(torch.tensor(ids), torch.arange(num_tokens), caches, metadata))
+    return model.logits(model.forward(model.embed(torch.tensor(ids)), torch.arange(num_tokens), caches, metadata))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -286,6 +287,34 @@ def test_int8_of_any_file(exported, quantization):
         assert (values - plain).abs().max() <= 0.6 * step
         if quantization == GGMLQuantizationType.Q8_0:
             assert torch.equal(values, plain)  # the file's own blocks
+
+
+@pytest.mark.parametrize("quantization", ["auto", "int8"])
+def test_a_shard_holds_its_blocks(exported, quantization):
+    """Rows and columns cut where blocks and panels end; what is cut within a block is dequantized."""
+    kinds = {"mlp": GGMLQuantizationType.Q4_1, "o_proj": GGMLQuantizationType.Q6_K}
+    path, _ = exported(
+        quantization=GGMLQuantizationType.Q8_0, others=kinds, hidden_size=256, intermediate_size=128, vocab_size=128
+    )
+    checkpoint = open_checkpoint(str(path))
+    whole = load_weights(checkpoint, torch.float32, quantization=quantization)
+    engine = EngineConfig.from_kwargs(model="m", tensor_parallel_size=2)
+    for shard in partition(checkpoint.config, engine):
+        ours = load_weights(checkpoint, torch.float32, shard=shard, quantization=quantization)
+        inner, q = shard.intermediate.slice, shard.heads.scaled(checkpoint.config.head_dim).slice
+        down, o = ours.layers[0].down.weight, ours.layers[0].o.weight
+        assert down.format is whole.layers[0].down.weight.format
+        columns = whole.layers[0].down.weight.dequantize(torch.float32)[:, inner]
+        assert torch.equal(down.dequantize(torch.float32), columns)
+        gate_up = ours.layers[0].gate_up.weight.dequantize(torch.float32)
+        gate, up = whole.layers[0].gate_up.weight.dequantize(torch.float32).chunk(2)
+        assert torch.equal(gate_up, torch.cat([gate[inner], up[inner]]))
+        assert isinstance(o, torch.Tensor) is (quantization == "auto")  # blocks of 256 values
+        if quantization == "int8":
+            o = o.dequantize(torch.float32)
+        assert torch.equal(o, whole.layers[0].o.weight.dequantize(torch.float32)[:, q])
+        embedding = whole.embed_tokens.dequantize(torch.float32)
+        assert torch.equal(ours.embed_tokens.dequantize(torch.float32), embedding[shard.vocab.slice])
 
 
 def test_blocks_are_read_slice_by_slice(exported):

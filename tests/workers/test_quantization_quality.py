@@ -48,7 +48,7 @@ def log_probs(demo_model):
         model = models[dtype, quantization]
         caches = allocate(checkpoint.config, 1, WINDOW, dtype)
         with torch.inference_mode():
-            return model.logits(model.forward(ids, torch.arange(WINDOW), caches, metadata)).log_softmax(-1)
+            return model.logits(model.forward(model.embed(ids), torch.arange(WINDOW), caches, metadata)).log_softmax(-1)
 
     return compute
 

@@ -179,8 +179,9 @@ class _Filler:
 
     def _format(self, name: str, columns: Range) -> str | None:
         """What the matrix is kept in: the name of a block format, or None for `dtype`."""
-        kinds = {"auto": self.checkpoint.quantization(name), "int8": "Q8_0", "none": None}
-        kind = kinds[self.quantization]
+        if self.quantization == "none":
+            return None
+        kind = "Q8_0" if self.quantization == "int8" else self.checkpoint.quantization(name)
         fits = kind is not None and all(edge % FORMATS[kind].values == 0 for edge in (columns.start, columns.stop))
         return kind if fits else None
 
