@@ -38,9 +38,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or those who stand still would do so for ever
     results = args.results or args.folder / "results.jsonl"
     if not args.show:
+        environments, missing, notes = set_up(args)
         # As many cores as threads, for everybody: what is started here inherits it.
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
-        environments, missing, notes = set_up(args)
         models = Models(args.folder / "models", args.model or demo_model.fetch(progress=say), say)
         place = Place(args.folder, models, environments, args.threads)
         chosen = [WORKLOADS[name] for name in args.workloads]
