@@ -1,9 +1,10 @@
 """Fixtures that several folders of tests share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hosts
 import pytest
 
 
@@ -18,7 +19,7 @@ def demo_model() -> Path:
     return path
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny_llama() -> Callable[..., Any]:
     """A factory of tiny, seeded models of transformers: `model = tiny_llama(tie_word_embeddings=True)`.
 
@@ -75,3 +76,24 @@ def transformers_config() -> Callable[..., Any]:
         )
 
     return convert
+
+
+@pytest.fixture(scope="session")
+def start_hosts() -> Iterator[Callable[..., hosts.Network]]:
+    """A function that starts N hosts, each with a network, processes and disks of its own: see `tests/hosts.py`.
+
+    Close what it gives (`with start_hosts(2) as network`) where idle hosts would be in the way of other tests. Skips,
+    saying why, where this machine cannot have hosts.
+    """
+    networks: list[hosts.Network] = []
+
+    def start(num_hosts: int = 2, **options: Any) -> hosts.Network:
+        try:
+            networks.append(hosts.Network(num_hosts, **options))
+        except hosts.Unavailable as reason:
+            pytest.skip(f"no hosts: {reason}")
+        return networks[-1]
+
+    yield start
+    for network in networks:
+        network.close()
