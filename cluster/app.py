@@ -8,7 +8,7 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 
-from .config import ApplicationConfig
+from .config import ApplicationConfig, check_split
 from .http_server import ListenAddress
 from .ingress import Ingress
 from .worker_group import WorkerGroup
@@ -26,6 +26,8 @@ def build(args: dict[str, Any]) -> Application:
 
 def application(config: ApplicationConfig, listen: ListenAddress | None = None) -> Application:
     """The same of parsed arguments; with `listen` the ingress serves HTTP there itself, without Serve's proxy."""
+    for i, model in enumerate(config.models):
+        check_split(model.engine, f"llm_configs[{i}].engine_kwargs")
     group_class: Any = serve.deployment(
         WorkerGroup
     )  # Serve's decorators turn classes into deployments, which type checkers miss
@@ -35,7 +37,7 @@ def application(config: ApplicationConfig, listen: ListenAddress | None = None) 
             **{
                 "name": f"WorkerGroup:{model.model_id}",
                 "ray_actor_options": {"num_cpus": 0},
-                "placement_group_bundles": [{"CPU": 1}],  # one a rank; the replica itself takes nothing
+                "placement_group_bundles": [{"CPU": 1}] * model.engine.world_size,  # the replica itself takes nothing
                 "placement_group_strategy": "PACK",
                 "max_constructor_retry_count": 1,  # a model that cannot be loaded will not load the next time
                 "health_check_period_s": 2.0,

@@ -5,7 +5,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,7 +14,14 @@ from ..scheduler.errors import ConfigError, InvalidRequest, PagedRayError
 from ..scheduler.names import nearest
 from .text.reasoning import READERS
 
-_ENGINE_FLAGS: dict[str, tuple[type, str]] = {
+
+def _numbers(text: str) -> list[float]:
+    """A list in a flag: 2,1 or 0.5,1."""
+    return [int(part) if part.strip().isdigit() else float(part) for part in text.split(",")]
+
+
+_numbers.__name__ = "N,N"  # as --help and argparse's errors show it
+_ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "--dtype": (str, "auto, bfloat16 or float32"),
     "--quantization": (str, "of weights: auto (as the files have them), int8, or none (in --dtype)"),
     "--max-model-len": (int, "prompt and output, in tokens"),
@@ -25,6 +32,8 @@ _ENGINE_FLAGS: dict[str, tuple[type, str]] = {
     "--num-gpu-blocks-override": (int, "KV blocks, instead of --kv-cache-memory"),
     "--tensor-parallel-size": (int, "ranks that split each layer"),
     "--pipeline-parallel-size": (int, "ranks that split the layers"),
+    "--tensor-parallel-weights": (_numbers, "what each rank of a layer takes, such as 2,1 (default: equal shares)"),
+    "--pipeline-stage-layers": (_numbers, "layers of each stage, such as 16,14 (default: balanced by measured time)"),
     "--seed": (int, "of requests that bring none, offline"),
     "--cpu-threads": (int, "of a rank"),
     "--tokenizer": (str, "where it is not the model's own"),
@@ -250,7 +259,7 @@ def _say(line: str) -> None:
 def _serve(args: argparse.Namespace) -> int:
     from ..workers.config import EngineConfig
     from . import local_server
-    from .config import ApplicationConfig, read_config_file
+    from .config import ApplicationConfig, check_split, read_config_file
 
     http: dict[str, Any] = {}
     kwargs = _engine_kwargs(args)
@@ -264,12 +273,14 @@ def _serve(args: argparse.Namespace) -> int:
         arguments, http = read_config_file(args.model)
         _fetch_if_named(arguments)
         try:
-            ApplicationConfig.parse(arguments)
+            config = ApplicationConfig.parse(arguments)
+            for i, deployment in enumerate(config.models):
+                check_split(deployment.engine, f"llm_configs[{i}].engine_kwargs")
         except ConfigError as error:
             raise ConfigError(f"{args.model}: {error}") from None
     else:
         model, name = _model(args.model)
-        EngineConfig.from_kwargs("flags", model=model, **kwargs)  # so that errors name the flag
+        check_split(EngineConfig.from_kwargs("flags", model=model, **kwargs), "flags")  # so that errors name the flag
         kwargs |= {key: value for key in READERS if (value := getattr(args, key))}
         arguments = ApplicationConfig.for_model(model, args.served_model_name or name, kwargs)
         if args.num_replicas is not None:

@@ -100,6 +100,22 @@ class ApplicationConfig:
         return {"llm_configs": [{"model_loading_config": loading, "engine_kwargs": dict(engine_kwargs or {})}]}
 
 
+def check_split(engine: EngineConfig, where: str) -> None:
+    """Raise `ConfigError`, saying what would work, where the model cannot be split over that many ranks.
+
+    Reads the headers of a model that is here. One that would have to be fetched is checked when its group starts.
+    """
+    if engine.world_size == 1 or not Path(engine.model).expanduser().exists():
+        return
+    from ..workers.checkpoint.load import open_checkpoint
+    from ..workers.partition import check_degrees
+
+    try:
+        check_degrees(open_checkpoint(engine.model).config, engine)
+    except ConfigError as error:
+        raise ConfigError(f"{where}.{error}") from None
+
+
 # The schema. Every section forbids what it does not name; `refused` says why a name that Serve LLM knows is not taken.
 
 
@@ -245,7 +261,7 @@ _VLLM: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "enforce_eager": (None, "there are no CUDA graphs"),
     "compilation_config": (None, "models are not compiled"),
     "max_seq_len_to_capture": (None, "there are no CUDA graphs"),
-    "disable_custom_all_reduce": (None, "a worker group is one rank"),
+    "disable_custom_all_reduce": (None, "ranks of one host reduce through shared memory, others through gloo"),
     "distributed_executor_backend": (("ray", "mp", "uni"), "Ray places the worker groups"),
     "data_parallel_size": ((1,), "deployment_config.num_replicas says how many copies run"),
     "max_parallel_loading_workers": (None, "weights are memory-mapped"),
@@ -336,29 +352,30 @@ def _model(section: _LLMConfig, path: str) -> ModelDeployment:
     engine = EngineConfig.from_kwargs(f"{path}.engine_kwargs", **{**kwargs, "model": source})
 
     deployment = _options(section.deployment_config, f"{path}.deployment_config")
-    deployment |= _placement(section, deployment.pop("ray_actor_options", {}), path)
+    deployment |= _placement(section, deployment.pop("ray_actor_options", {}), engine.world_size, path)
     return ModelDeployment(loading.model_id, engine, deployment, **reading)
 
 
-def _placement(section: _LLMConfig, actor: dict[str, Any], path: str) -> dict[str, Any]:
-    """Where a group goes. Its ranks, not the replica that watches them, hold the resources: one bundle a rank."""
-    bundle = _bundle(section.placement_group_config, f"{path}.placement_group_config")
+def _placement(section: _LLMConfig, actor: dict[str, Any], size: int, path: str) -> dict[str, Any]:
+    """Where a group of `size` ranks goes. They hold the resources, a bundle each, not the replica that watches them."""
+    bundles = _bundles(section.placement_group_config, size, f"{path}.placement_group_config")
     strategy = (section.placement_group_config or {}).get("strategy")
     names = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
     said = {names[k]: v for k, v in actor.items() if k in names} | actor.get("resources", {})
     kind = actor.get("accelerator_type", section.accelerator_type)
     if kind:
         said[f"accelerator_type:{kind}"] = 0.001  # Ray's way to ask for a node that has one
-    if twice := sorted(bundle.keys() & said.keys()):
+    if twice := sorted({key for bundle in bundles for key in bundle} & said.keys()):
         raise ConfigError(f"{path}.placement_group_config and ray_actor_options both say {twice[0]}: keep one")
-    bundle |= said
-    if kind or bundle.get("GPU"):
+    if said and not bundles:
+        bundles = [{} for _ in range(size)]
+    if kind or any(bundle.get("GPU") for bundle in [said, *bundles]):
         logger.warning("%s asks for a GPU: it is reserved, and this version computes on CPUs", path)
     options: dict[str, Any] = {}
-    if bundle:
-        if bundle.setdefault("CPU", 1) < 1:
-            raise ConfigError(f"{path} gives a group {bundle['CPU']:g} CPUs: its leader needs 1")
-        options["placement_group_bundles"] = [bundle]
+    if bundles:
+        options["placement_group_bundles"] = [{"CPU": 1} | bundle | said for bundle in bundles]
+        if any(bundle["CPU"] <= 0 for bundle in options["placement_group_bundles"]):
+            raise ConfigError(f"{path} gives a rank no CPU: it needs some share of one")
         if strategy:
             options["placement_group_strategy"] = strategy
     environment = actor.get("runtime_env", section.runtime_env)
@@ -403,17 +420,19 @@ def _engine_kwargs(raw: dict[str, Any], path: str) -> dict[str, Any]:
     return kept
 
 
-def _bundle(raw: dict[str, Any] | None, path: str) -> dict[str, float]:
-    """A worker group of one rank has one bundle."""
+def _bundles(raw: dict[str, Any] | None, size: int, path: str) -> list[dict[str, float]]:
+    """A bundle for each of a group's `size` ranks; none where nothing is said."""
     if raw is None:
-        return {}
+        return []
     group = _read(_PlacementGroup, raw, path)
     if (group.bundles is None) == (group.bundle_per_worker is None):
         raise ConfigError(f"{path} must have either bundle_per_worker or bundles")
-    bundles = [group.bundle_per_worker] if group.bundles is None else group.bundles
-    if len(bundles) != 1:
-        raise ConfigError(f"{path}.bundles must hold one bundle (a worker group is one rank), not {len(bundles)}")
-    return dict(bundles[0] or {})
+    if group.bundle_per_worker is not None:
+        return [dict(group.bundle_per_worker) for _ in range(size)]
+    if len(group.bundles or ()) != size:
+        given = len(group.bundles or ())
+        raise ConfigError(f"{path}.bundles must hold {size}, one a rank of the worker group, not {given}")
+    return [dict(bundle) for bundle in group.bundles or ()]
 
 
 # Files.

@@ -1,8 +1,12 @@
-"""Offline inference in this process: `LLM(...).generate(...)`, with vLLM's names and shapes. Needs no Ray."""
+"""Offline inference: `LLM(...).generate(...)`, with vLLM's names and shapes.
+
+Of one rank it is in this process and needs no Ray. Of several, this process is rank 0, and Ray has the others.
+"""
 
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +14,11 @@ from tqdm import tqdm
 
 from ..scheduler.errors import InvalidRequest
 from ..scheduler.request import Request, SamplingParams, SequenceOutput
+from ..workers.checkpoint.load import Progress
 from ..workers.config import EngineConfig
 from ..workers.engine import Engine
+from ..workers.executor import Executor, make_executor
+from .config import check_split
 from .text.detokenizer import Detokenizer
 from .text.grammar import GrammarCompiler, check_grammar
 from .text.tokenizer import Tokenizer
@@ -53,8 +60,9 @@ class RequestOutput:
 
 
 class LLM:
-    """A model in this process.
+    """A model in this process; with `tensor_parallel_size` or `pipeline_parallel_size` over 1, in several.
 
+    `close` ends the other ranks, and Ray if it was started for them; so do leaving a `with` and the end of the program.
     `model` is a Hugging Face folder or hub id, or a GGUF file. Other arguments are the engine's settings under vLLM's
     names (`EngineConfig`). Raises `ConfigError` or `CheckpointError` where they cannot be had.
     """
@@ -62,9 +70,17 @@ class LLM:
     def __init__(self, model: str, tokenizer: str | None = None, use_tqdm: bool = True, **engine_kwargs: Any):
         config = EngineConfig.from_kwargs("LLM", model=str(model), tokenizer=tokenizer, **engine_kwargs)
         with tqdm(desc="Loading weights", unit="B", unit_scale=True, disable=not use_tqdm) as bar:
-            self.engine = Engine(config, lambda done, total: _show(bar, done, total), grammar_backend=GrammarCompiler)
+            executor, leave = _executor(config, lambda done, total: _show(bar, done, total))
+        self.close = weakref.finalize(self, leave)
+        self.engine = Engine(config, grammar_backend=GrammarCompiler, executor=executor)
         self.tokenizer = Tokenizer.load(config.model, config.tokenizer)
         self._request_ids = itertools.count()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def get_tokenizer(self) -> Tokenizer:
         return self.tokenizer
@@ -186,6 +202,28 @@ class _Choice:
         output.finish_reason = delta.finish_reason
         output.stop_reason = delta.stop_reason if delta.stop_reason is not None else news.stop_token_id
         return delta.finish_reason is not None
+
+
+def _executor(config: EngineConfig, progress: Progress) -> tuple[Executor, Callable[[], None]]:
+    """What computes, and a function that ends it."""
+    if config.world_size == 1:
+        executor = make_executor(config, progress, grammar_backend=GrammarCompiler)
+        return executor, executor.close
+    check_split(config, "LLM")
+    from .driver_ranks import DriverRanks  # with Ray, which one rank does without
+
+    ranks = DriverRanks(config)
+    try:
+        executor = make_executor(config, progress, ranks.places.launch, ranks.host, GrammarCompiler)
+    except BaseException:
+        ranks.close()
+        raise
+
+    def leave() -> None:
+        executor.close()
+        ranks.close()
+
+    return executor, leave
 
 
 def _show(bar: tqdm, done: int, total: int) -> None:

@@ -251,7 +251,8 @@ def _num_cpus(config: ApplicationConfig) -> int:
 
     needed = most(config.ingress, config.ingress.get("ray_actor_options", {}).get("num_cpus", 0))
     for model in config.models:
-        needed += most(model.deployment, model.deployment.get("placement_group_bundles", [{"CPU": 1}])[0]["CPU"])
+        bundles = model.deployment.get("placement_group_bundles", [{"CPU": 1}] * model.engine.world_size)
+        needed += most(model.deployment, sum(bundle["CPU"] for bundle in bundles))
     return max(os.cpu_count() or 1, math.ceil(needed) + _NUM_OTHER_ACTORS)
 
 

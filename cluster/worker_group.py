@@ -1,7 +1,11 @@
 """A worker group: one model copy. `WorkerGroup` is its Serve replica, `Leader` the actor that runs the engine in it.
 
 Serve owns the group's life: it places the replica's placement group, checks its health, restarts and drains it. The
-leader lives in the same placement group, is a child of the replica, and dies with it.
+leader and the other ranks (`cluster/ranks.py`) live in that placement group. The leader is a child of the replica, the
+others are its own, so that each dies with its parent.
+
+The group is the unit of failure. Where a rank is lost, the leader fails what it has, takes no more, and says so; the
+replica ends the leader and itself; Serve makes both anew, in a placement group of their own, under a new id.
 """
 
 import asyncio
@@ -22,6 +26,7 @@ from ..scheduler.request import Request, SequenceOutput
 from ..workers.config import EngineConfig
 from . import global_scheduler
 from .global_scheduler import CALL_TIMEOUT, FORGOTTEN_SECONDS, GroupInfo, GroupReport
+from .ranks import RankPlaces
 from .token_stream import StreamAddress, TokenFrame, TokenServer
 
 if TYPE_CHECKING:
@@ -31,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 _REPORT_SECONDS = 0.5
 _STUCK_SECONDS = 60.0  # a step that takes longer than this is taken for a hang
+_WATCH_SECONDS = 1.0  # how often a leader tells its replica that all is well
+_SILENCE_SECONDS = 4.0  # a leader that has not told for so long is taken for dead
+_LEAVE_SECONDS = 5.0  # for ranks to end by themselves
 
 
 class Leader:
@@ -40,11 +48,12 @@ class Leader:
     sends itself, before it begins the next step, which takes all cores; all else it hands to the event loop.
     """
 
-    def __init__(self, group_id: str, model: str, config: EngineConfig, scheduler: ActorHandle):
+    def __init__(self, group_id: str, model: str, config: EngineConfig, scheduler: ActorHandle, places: RankPlaces):
         self.group_id = group_id
         self.model = model
         self.config = config
         self.scheduler = scheduler
+        self.places = places
         self.requests: dict[str, tuple[str, Request]] = {}  # request id -> ingress id, request; unfinished ones
         self.finished: list[str] = []  # not reported yet
         self.error: BaseException | None = None
@@ -52,11 +61,13 @@ class Leader:
         self._step_began: float | None = None
         self._reporter: asyncio.Task | None = None
 
-    async def load(self) -> None:
-        """Load and warm up the model, then join the cluster."""
+    async def load(self, timeout: float) -> None:
+        """Load and warm up the model within `timeout` seconds, then join the cluster."""
+        self.load_timeout = timeout
         self.loop = asyncio.get_running_loop()
         self._wake_reporter = asyncio.Event()
         self.tokens = TokenServer(ray.util.get_node_ip_address(), self._ingress_lost, self._ingress_gone)
+        self._dead = asyncio.Event()
         self._loaded: asyncio.Future[None] = self.loop.create_future()
         threading.Thread(target=self._run_engine, name="engine", daemon=True).start()
         while not self._loaded.done():
@@ -87,23 +98,37 @@ class Leader:
         """Where the ingress finds its tokens from now on."""
         return self.tokens.open(ingress_id)
 
-    async def ping(self) -> None:
-        """Return where the engine lives and moves; raise where it does not."""
+    async def watch(self) -> None:
+        """Return after a second in which the engine has lived and moved; raise as soon as it does not."""
+        try:
+            await asyncio.wait_for(self._dead.wait(), _WATCH_SECONDS)
+        except TimeoutError:
+            pass
         if self.error is not None:
-            raise EngineDead(f"the engine of group {self.group_id} stopped: {self.error!r}")
+            raise EngineDead(f"the engine of group {self.group_id} stopped: {self.error}")
         began = self._step_began
         if began is not None and time.monotonic() - began > _STUCK_SECONDS:
             raise EngineDead(f"the engine of group {self.group_id} has been in one step for {_STUCK_SECONDS:.0f} s")
+
+    async def close(self) -> None:
+        """End the other ranks."""
+        await asyncio.to_thread(self.engine.close)
 
     # -- the engine's thread ------------------------------------------------------------------------------------------
 
     def _run_engine(self) -> None:
         try:
             from ..workers.engine import Engine  # brings torch, which only this process needs
+            from ..workers.executor import make_executor
             from .text.grammar import GrammarCompiler
 
             # Here and not elsewhere: how many threads an operation uses is a setting of the thread that calls it.
-            self.engine = Engine(self.config, _show_progress(self.model), grammar_backend=GrammarCompiler)
+            host = ray.util.get_node_ip_address()  # the one that other nodes know, of a host with several
+            progress = _show_progress(self.model)
+            executor = make_executor(
+                self.config, progress, self.places.launch, host, GrammarCompiler, start_timeout=self.load_timeout
+            )
+            self.engine = Engine(self.config, grammar_backend=GrammarCompiler, executor=executor)
             _say(f"warming up {self.model}")
             self.engine.warm_up()
         except BaseException as error:
@@ -123,8 +148,7 @@ class Leader:
                     self.loop.call_soon_threadsafe(self._all_ended, ended)
         except BaseException as error:  # whatever it is, nobody else would tell
             logger.exception("the engine of group %s stopped", self.group_id)
-            self.error = error
-            self.loop.call_soon_threadsafe(self._fail_all)
+            self.loop.call_soon_threadsafe(self._die, error)
 
     def _add_to_engine(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -155,6 +179,14 @@ class Leader:
             ingress_id, _ = self.requests[request_id]
             self.tokens.outbox(ingress_id).send(TokenFrame(failures=((request_id, error),)))
             self._ended(request_id)
+
+    def _die(self, error: BaseException) -> None:
+        """The engine is of no more use. Whatever it may still say is not heard, and nobody sends it anything more."""
+        if self.error is None:
+            self.error = error
+            self._fail_all()
+            self._dead.set()
+            self.scheduler.remove_group.remote(self.group_id)
 
     def _fail_all(self) -> None:
         for request_id in list(self.requests):
@@ -198,17 +230,21 @@ class Leader:
 
     async def _report_for_ever(self) -> None:
         """Tell the scheduler what has finished, at once, and how full the group is, at least twice a second."""
-        while True:
+        while self.error is None:
             try:
                 await asyncio.wait_for(self._wake_reporter.wait(), _REPORT_SECONDS)
             except TimeoutError:
                 pass
             self._wake_reporter.clear()
+            if self.engine.executor.failure is not None:  # a rank was lost while there was nothing to compute
+                self._die(self.engine.executor.failure)
+                return
             self.tokens.beat()
             finished, self.finished = self.finished, []
             report = GroupReport(self.group_id, tuple(finished), self.stats)
             try:
-                if not await asyncio.wait_for(self.scheduler.report.remote(report), CALL_TIMEOUT):
+                known: bool = await asyncio.wait_for(self.scheduler.report.remote(report), CALL_TIMEOUT)
+                if not known and self.error is None:
                     await self._register()
             except (ray.exceptions.RayError, TimeoutError) as error:
                 self.finished = finished + self.finished
@@ -243,21 +279,45 @@ class WorkerGroup:
         context = serve.get_replica_context()
         self.group_id = f"{context.replica_id.unique_id}-{uuid.uuid4().hex[:8]}"
         self.scheduler = global_scheduler.connect(context.app_name)
+        placement_group = ray.util.get_current_placement_group()
+        assert placement_group is not None, "the application gives every group one"
+        places = RankPlaces.of(placement_group, config.tensor_parallel_size)
         actor: Any = ray.remote(Leader)
-        self.leader = actor.options(num_cpus=1, max_concurrency=10_000).remote(
-            self.group_id, model, config, self.scheduler
+        self.leader = actor.options(**places.options(0), max_concurrency=10_000).remote(
+            self.group_id, model, config, self.scheduler, places
         )
+        self._leaving = False
         try:
-            ray.get(self.leader.load.remote(), timeout=load_timeout)
+            ray.get(self.leader.load.remote(load_timeout), timeout=load_timeout + _LEAVE_SECONDS)
         except ray.exceptions.RayTaskError as error:
+            ray.kill(self.leader)
             cause = error.cause if isinstance(error.cause, PagedRayError) else error
             raise cause from None
         except ray.exceptions.GetTimeoutError:
+            ray.kill(self.leader)
             raise EngineDead(f"{model} was not loaded within {load_timeout:.0f} s") from None
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
-    async def check_health(self) -> None:
-        await asyncio.wait_for(self.leader.ping.remote(), CALL_TIMEOUT)
+    def _watch(self) -> None:
+        """End the group as soon as its leader is lost: Serve's health checks would take several times as long."""
+        try:
+            while True:
+                ray.get(self.leader.watch.remote(), timeout=_SILENCE_SECONDS)
+        except Exception as error:
+            why = error.cause if isinstance(error, ray.exceptions.RayTaskError) else repr(error)
+        if self._leaving:
+            return
+        logger.error("group %s is lost and will be built anew: %s", self.group_id, why)
+        try:
+            ray.kill(self.leader)  # stopped or cut off, it must not come back
+            ray.get(self.scheduler.remove_group.remote(self.group_id), timeout=CALL_TIMEOUT)
+        finally:
+            ray.kill(ray.get_runtime_context().current_actor)
 
     async def __del__(self) -> None:
+        self._leaving = True
         await asyncio.wait_for(self.scheduler.remove_group.remote(self.group_id), CALL_TIMEOUT)
-        ray.kill(self.leader)
+        try:
+            await asyncio.wait_for(self.leader.close.remote(), _LEAVE_SECONDS + 1)
+        finally:
+            ray.kill(self.leader)

@@ -35,6 +35,7 @@ __all__ = [
     "warm_up_plans",
 ]
 
+START_SECONDS = 600.0  # for all ranks to load
 STEP_SECONDS = 60.0  # a step that takes longer is taken for a hang
 _ECHO_SECONDS = 1.0  # beyond the silence that counts as a loss: time to hear who is lost
 
@@ -46,6 +47,11 @@ class Executor(Protocol):
     num_blocks: int
     max_model_len: int
     max_in_flight: int
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why it can do no more; None while it can."""
+        ...
 
     def submit(self, plan: StepPlan) -> None:
         """Begin a step. Raises `EngineDead` where a rank is lost, as all do from then on."""
@@ -70,17 +76,21 @@ def make_executor(
     launch: Launcher | None = None,
     host: str = "127.0.0.1",
     grammar_backend: GrammarBackend | None = None,
+    start_timeout: float = START_SECONDS,
 ) -> Executor:
     """The executor that the settings ask for; the other arguments as in `GroupExecutor`."""
     if config.world_size == 1:
         return InlineExecutor(config, progress, grammar_backend)
-    return GroupExecutor(config, launch, host=host, progress=progress, grammar_backend=grammar_backend)
+    return GroupExecutor(
+        config, launch, host=host, start_timeout=start_timeout, progress=progress, grammar_backend=grammar_backend
+    )
 
 
 class InlineExecutor:
     """One rank, in the caller's thread."""
 
     max_in_flight = 1
+    failure: Exception | None = None  # it fails in the thread that uses it, which hears of it
 
     def __init__(
         self, config: EngineConfig, progress: Progress | None = None, grammar_backend: GrammarBackend | None = None
@@ -127,7 +137,7 @@ class GroupExecutor:
         launch: Launcher | None = None,
         *,
         host: str = "127.0.0.1",
-        start_timeout: float = 600.0,
+        start_timeout: float = START_SECONDS,
         join_timeout: float = 60.0,
         silence_timeout: float = 3.0,
         progress: Progress | None = None,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from ..scheduler.errors import EngineDead
+from ..scheduler.errors import CheckpointError, ConfigError, EngineDead
 from ..scheduler.plan import StepResult
 from . import wire
 from .messages import Abort, Failed, GroupAddress, Hello, Loading, Stop
@@ -183,7 +183,10 @@ class Members:
         if isinstance(message, StepResult):
             self.results.put(message)
         elif isinstance(message, Failed):
-            self.fail(message.error)
+            error = message.error
+            if isinstance(error, ConfigError | CheckpointError):  # of its own node: all could read the leader's
+                error = type(error)(f"rank {rank} of {self.size}: {error}")
+            self.fail(error)
         elif isinstance(message, Loading):
             self.progress[rank] = message
         else:

@@ -1,5 +1,6 @@
 """The command line: what it says of flags, and that a server comes up, answers, fails and leaves as it should."""
 
+import json
 import os
 import re
 import shutil
@@ -45,7 +46,6 @@ def served(monkeypatch):
         ("serve --max-num-seqs=x", "invalid int value: 'x'"),
         ("serve a b", "unexpected argument 'b'"),
         ("serve org/a --max-num-seqs 0", "--max-num-seqs must be an integer of at least 1, not 0"),
-        ("serve org/a -tp 2", "--tensor-parallel-size must be 1"),
         ("serve org/a --num-gpu-blocks-override 0", "--num-gpu-blocks-override must be an integer"),
         ("serve org/a --kv-cache-memory lots", "--kv-cache-memory must be a size"),
         ("serve org/a --dtype int8", "--dtype must be one of"),
@@ -94,8 +94,9 @@ def test_help(command, capsys, monkeypatch):
 
 
 def test_flags_become_arguments(served, capsys):
-    flags = "--host 0.0.0.0 --port 0 --served-model-name mine --max_model_len 64 --kv-cache-memory-bytes 1048576 -tp 1"
+    flags = "--host 0.0.0.0 --port 0 --served-model-name mine --max_model_len 64 --kv-cache-memory-bytes 1048576"
     more = "--no-enable-prefix-caching --num-replicas 2 --max-queued-requests 9 --ray-address auto --start-timeout 5"
+    more += " -tp 2 -pp 3 --tensor-parallel-weights 2,1.5 --pipeline-stage-layers 3,2,1"
     assert run(capsys, "serve", "org/name", *flags.split(), *more.split())[0] == 0
     arguments, options = served[0]
     assert options == ServerOptions("0.0.0.0", 0, "auto", 5.0)
@@ -106,7 +107,10 @@ def test_flags_become_arguments(served, capsys):
                 "engine_kwargs": {
                     "max_model_len": 64,
                     "kv_cache_memory": "1048576",
-                    "tensor_parallel_size": 1,
+                    "tensor_parallel_size": 2,
+                    "pipeline_parallel_size": 3,
+                    "tensor_parallel_weights": [2, 1.5],
+                    "pipeline_stage_layers": [3, 2, 1],
                     "enable_prefix_caching": False,
                 },
                 "deployment_config": {"num_replicas": 2},
@@ -114,6 +118,27 @@ def test_flags_become_arguments(served, capsys):
         ],
         "scheduler": {"max_queued_requests": 9},
     }
+
+
+def test_a_degree_that_cannot_work_is_refused_before_anything_starts(served, capsys, tiny_llama, tmp_path):
+    tiny_llama(num_hidden_layers=2).save_pretrained(tmp_path)  # 4 query heads, 2 KV heads
+    status, _, err = run(capsys, "serve", str(tmp_path), "-tp", "3")
+    assert (
+        status == 2 and err.startswith("pagedray: error: --tensor-parallel-size is 3") and "1, 2, 4 would work" in err
+    )
+    status, _, err = run(capsys, "generate", str(tmp_path), "--prompt", "a", "--pipeline-parallel-size", "3")
+    assert (
+        status == 2 and err.startswith("pagedray: error: --pipeline-parallel-size is 3") and "1 to 2 would work" in err
+    )
+    config = tmp_path / "config.yaml"
+    loading = {"model_id": "tiny", "model_source": str(tmp_path)}
+    content = {"llm_configs": [{"model_loading_config": loading, "engine_kwargs": {"tensor_parallel_size": 5}}]}
+    config.write_text(json.dumps(content))
+    status, _, err = run(capsys, "serve", str(config))
+    assert status == 2 and f"{config}: llm_configs[0].engine_kwargs.tensor_parallel_size is 5" in err
+    status, _, err = run(capsys, "serve", str(tmp_path), "--tensor-parallel-weights", "2,x")
+    assert status == 2 and "--tensor-parallel-weights" in err
+    assert not served
 
 
 def test_without_a_model_it_is_the_demo_model(served, capsys, monkeypatch, tmp_path):

@@ -94,6 +94,10 @@ def test_what_is_left_out_or_empty_has_its_default():
         (one(engine_kwargs={"model": "x"}), "llm_configs[0].engine_kwargs.model is not a setting: say model_loading"),
         (one(engine_kwargs={"trust_remote_code": True}), "trust_remote_code must be False or left out"),
         (one(engine_kwargs={"cpu_offload_gb": False}), "cpu_offload_gb must be 0 or left out"),
+        (
+            one(engine_kwargs={"tensor_parallel_size": 2, "tensor_parallel_weights": [1]}),
+            "llm_configs[0].engine_kwargs.tensor_parallel_weights has 1 entries",
+        ),
         (one(model_id=""), "llm_configs[0].model_loading_config.model_id must have at least 1 character"),
         (one(model_id=3), "llm_configs[0].model_loading_config.model_id must be a valid string, not 3"),
         ({"llm_configs": [{}]}, "llm_configs[0].model_loading_config is missing"),
@@ -130,10 +134,17 @@ def test_what_is_left_out_or_empty_has_its_default():
             one(deployment_config={"ray_actor_options": {"num_cpu": 1}}),
             "llm_configs[0].deployment_config.ray_actor_options.num_cpu is not a setting; did you mean num_cpus?",
         ),
-        (one(deployment_config={"ray_actor_options": {"num_cpus": 0.5}}), "gives a group 0.5 CPUs: its leader needs 1"),
+        (one(deployment_config={"ray_actor_options": {"num_cpus": 0}}), "llm_configs[0] gives a rank no CPU"),
         (
             one(placement_group_config={"bundles": [{"CPU": 1}] * 2}),
-            "must hold one bundle (a worker group is one rank), not 2",
+            "bundles must hold 1, one a rank of the worker group, not 2",
+        ),
+        (
+            one(
+                placement_group_config={"bundles": [{"CPU": 1}]},
+                engine_kwargs={"tensor_parallel_size": 3, "pipeline_parallel_size": 2},
+            ),
+            "bundles must hold 6, one a rank of the worker group, not 1",
         ),
         (one(placement_group_config={"bundles": [{"CPU": "1"}]}), "bundles[0].CPU must be a valid number, not '1'"),
         (one(placement_group_config={}), "must have either bundle_per_worker or bundles"),
@@ -192,6 +203,19 @@ def test_the_ranks_hold_the_resources_and_the_replica_none():
     group = {"bundle_per_worker": {"GPU": 1}, "strategy": "SPREAD"}
     deployment = ApplicationConfig.parse(one(placement_group_config=group)).models[0].deployment
     assert deployment == {"placement_group_bundles": [{"GPU": 1, "CPU": 1}], "placement_group_strategy": "SPREAD"}
+
+
+def test_every_rank_has_a_bundle():
+    def bundles(**config):
+        kwargs = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+        (model,) = ApplicationConfig.parse(one(engine_kwargs=kwargs, **config)).models
+        return model.deployment.get("placement_group_bundles")
+
+    assert bundles() is None  # one CPU each, says the application
+    assert bundles(deployment_config={"ray_actor_options": {"num_cpus": 0.5}}) == [{"CPU": 0.5}] * 4
+    assert bundles(placement_group_config={"bundle_per_worker": {"CPU": 2}}) == [{"CPU": 2}] * 4
+    own = [{"CPU": n} for n in (1, 2, 3, 4)]
+    assert bundles(placement_group_config={"bundles": own}) == own
 
 
 def test_serve_llms_way_to_say_ingress_replicas():
