@@ -5,9 +5,9 @@
 // order. A tile's rows are the query heads of one kv head (GQA), times some queries (attention_plan.cpp).
 //
 // A row's arithmetic is fixed by its keys' positions alone: segments begin at multiples of SEGMENT, each is computed
-// from nothing, and merged in order. So it gives the same bits in any batch and tile, in any chunk of a prefill, with any
-// block size, and whether its segments ran in one thread or in many. Where products are made of pairs of bf16, p is
-// rounded to bf16 for the second one, as FlashAttention does.
+// from nothing, and merged in order. So it gives the same bits in any batch and tile, decoding or in any chunk of a
+// prefill, with any block size, and whether its segments ran in one thread or in many. Where products are made of pairs
+// of bf16, p is rounded to bf16 for the second one, as FlashAttention does.
 #include "attention.h"
 
 #include <algorithm>
@@ -73,6 +73,17 @@ static void locate(int64_t* at, const Geometry& g, const Tile& tile, int64_t beg
     }
 }
 
+// Everything that a segment reads, block by block in turn: then misses of many pages are under way at a time, where the
+// order of reading would have them one after the other.
+template <class T>
+static void prefetch(const T* k_cache, const T* v_cache, const int64_t* at, int n, int64_t head_dim) {
+    constexpr int BLOCK = 16;
+    for (int i = 0; i < BLOCK; i++)
+        for (int t = i; t < n; t += BLOCK)
+            for (const T* cache : {k_cache, v_cache})
+                for (int64_t d = 0; d < head_dim; d += 64 / sizeof(T)) __builtin_prefetch(cache + at[t] + d, 0, 2);
+}
+
 template <class T>
 static void load_queries(Element<T>* to, const Layer<T>& layer, const Tile& tile, const Query* queries) {
     const int64_t D = layer.g.head_dim, group = layer.g.group(), stride = layer.depth() * layer.WORD;
@@ -98,8 +109,7 @@ static void attend_segment(const Parts& result, const Layer<T>& layer, const Til
     int64_t at[SEGMENT];
     locate(at, layer.g, tile, begin, n);
     for (int t = n; t < padded; t++) at[t] = at[n - 1];  // some key, that no row sees
-    for (int t = 0; t < n; t++)  // while keys are packed, values come
-        for (int64_t d = 0; d < D; d += 64 / sizeof(T)) __builtin_prefetch(layer.v_cache + at[t] + d, 0, 2);
+    prefetch(layer.k_cache, layer.v_cache, at, n, D);
     matrix::pack_columns<T>(scratch.keys, layer.k_cache, at, padded, D, depth);
     matrix::pack_rows<T>(scratch.values, layer.v_cache, at, n, D, padded / WORD);
 
@@ -110,8 +120,8 @@ static void attend_segment(const Parts& result, const Layer<T>& layer, const Til
         const int count = static_cast<int>(std::min<int64_t>(ROWS, rows - r));
         if (!visible(r + count - 1)) continue;
         const Parts part(scratch.part, count);
-        scratch.multiply(scratch.scores, SEGMENT, scratch.q + r * depth * WORD, depth * WORD, scratch.keys, count, depth,
-                         padded);
+        scratch.multiply(scratch.scores, SEGMENT, scratch.q + r * depth * WORD, depth * WORD, scratch.keys, count,
+                         depth, padded);
         for (int i = 0; i < count; i++)
             softmax::scores_to_p(scratch.p + i * SEGMENT, part.m[i], part.l[i], scratch.scores + i * SEGMENT,
                                  visible(r + i), padded, layer.scale);

@@ -2,9 +2,9 @@
 //
 // - A prompt's queries, some neighbors a tile, go through all their segments in one piece; keys that prompts share are
 //   not worth sharing there, as packing them is little work beside a tile's rows.
-// - Where rows are few and contexts long (decode), each segment is a tile, and the parts of a row are merged in the end:
-//   threads share the context (FlashDecoding), and sequences that have a segment in the same blocks, as those with a
-//   common prefix do, share the tile and read its keys once (cascade inference, Hydragen, ChunkAttention).
+// - Where rows are few and contexts long (decode), each segment is a tile, and the parts of a row are merged in the
+//   end: threads share the context (FlashDecoding), and sequences that have a segment in the same blocks, as those with
+//   a common prefix do, share the tile and read its keys once (cascade inference, Hydragen, ChunkAttention).
 #include "attention.h"
 
 #include <algorithm>
@@ -28,7 +28,8 @@ class Planner {
     Planner(const Geometry& geometry, const Batch& batch, int threads) : geometry(geometry) {
         for (int64_t b = 0; b < batch.sequences; b++) {
             const int64_t begin = batch.query_start_loc[b], queries = batch.query_start_loc[b + 1] - begin;
-            if (queries) sequences.push_back({batch.block_tables + b * batch.max_blocks, begin, queries, batch.seq_lens[b]});
+            const int32_t* table = batch.block_tables + b * batch.max_blocks;
+            if (queries) sequences.push_back({table, begin, queries, batch.seq_lens[b]});
         }
         // Those that will share segments stand together, and among them those with a common prefix.
         std::sort(sequences.begin(), sequences.end(), [&](const Sequence& a, const Sequence& b) {
@@ -58,7 +59,8 @@ class Planner {
         }
         share_segments(split);
         // So that no thread starts a long one when the others are done.
-        std::stable_sort(plan.tiles.begin(), plan.tiles.end(), [](const Tile& a, const Tile& b) { return cost(a) > cost(b); });
+        std::stable_sort(plan.tiles.begin(), plan.tiles.end(),
+                         [](const Tile& a, const Tile& b) { return cost(a) > cost(b); });
     }
 
     Plan plan;
@@ -112,8 +114,9 @@ class Planner {
                 tile.last_segment = std::min(last_segment, (end + SEGMENT - 1) / SEGMENT);
                 if (tile.first_segment >= tile.last_segment) continue;  // these queries see nothing of it
                 plan.tiles.push_back(tile);
-                plan.most_rows = std::max(plan.most_rows, count * geometry.group());
-                plan.work += count * geometry.group() * (tile.last_segment - first_segment) * SEGMENT * geometry.head_dim;
+                const int64_t rows = count * geometry.group();
+                plan.most_rows = std::max(plan.most_rows, rows);
+                plan.work += rows * (tile.last_segment - first_segment) * SEGMENT * geometry.head_dim;
             }
         }
     }

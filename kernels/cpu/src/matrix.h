@@ -201,8 +201,7 @@ class Multiplier<bf16> {
 };
 #endif
 
-// Writes B's panels from rows that are its columns (keys): [columns, depth], column j at `from + at[j]`. Elements beyond
-// `n` of a column are zero.
+// Writes B's panels from rows that are its columns (keys): column j is n elements at `from + at[j]`, and then zeros.
 template <class T>
 static void pack_columns(Element<T>* b, const T* from, const int64_t* at, int columns, int64_t n, int64_t depth) {
     constexpr int STEP = W * Word<T>::SIZE;  // elements to a vector
