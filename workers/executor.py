@@ -181,7 +181,7 @@ class GroupExecutor:
         costs = None
         if config.pipeline_parallel_size > 1 and config.pipeline_stage_layers is None:
             set_threads(config, sum(peer.identity.boot_id == own.identity.boot_id for peer in peers))
-            costs = measure(model, config, dtype)
+            costs = measure(checkpoint, config, dtype)
         topology, store = _topology(partition(model, config, costs), peers, host, road)
         members.send_all(Assignment(config, model, topology, start_timeout, self._grammar_backend))
         self.topology = topology

@@ -3,34 +3,42 @@
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from ..kernels import ops
-from .config import EngineConfig, ModelConfig
+from .checkpoint.load import Checkpoint, load_weights
+from .config import EngineConfig
 from .models.decoder import Decoder
-from .models.weights import DecoderWeights, LayerWeights, Linear
-from .partition import Range, Shard, StageCosts, partition
+from .partition import StageCosts, partition
 
-_COLD_BYTES = 128 << 20  # weights to go through, so that they come from memory as they do in a step
+_COLD_BYTES = 48 << 20  # weights to go through, as on disk, so that they come from memory as they do in a step
 _TOKENS = 16  # sequences that a step decodes
 _CONTEXT = 64
 _ROUNDS = 5
 
 
-@torch.inference_mode()
-def measure(config: ModelConfig, engine: EngineConfig, dtype: torch.dtype) -> StageCosts:
-    """Seconds of each for a decode step of a few sequences, on blank weights of the first rank's shapes.
+def measure(checkpoint: Checkpoint, engine: EngineConfig, dtype: torch.dtype) -> StageCosts:
+    """Seconds of each for a decode step of a few sequences, on the first rank's part of some layers and of the head.
 
-    Takes some tenths of a second. What ranks wait for each other is not in it: every stage has that alike.
+    These are read from the checkpoint, for what a weight costs depends on its quantization; it takes about a second.
+    What ranks wait for each other is not in it: every stage has that alike.
     """
-    first = partition(config, engine)[0]
-    layer_bytes = (
-        dtype.itemsize * config.hidden_size * (4 * len(first.heads) * config.head_dim + 3 * len(first.intermediate))
+    config, first = checkpoint.config, partition(checkpoint.config, engine)[0]
+
+    def that_many(prefix: str, of: int) -> int:
+        """How many of the `of` alike parts of a tensor or layer make up the bytes."""
+        size = sum(checkpoint.num_bytes(name) for name in checkpoint.names() if name.startswith(prefix))
+        return max(1, min(of, _COLD_BYTES * of // max(1, size)))
+
+    num_layers = max(1, min(config.num_hidden_layers, that_many("model.layers.", config.num_hidden_layers)))
+    vocab = min(len(first.vocab), that_many("model.embed_tokens.", config.vocab_size))
+    sample = replace(
+        first, pp_size=1, layers=replace(first.layers, stop=num_layers), vocab=replace(first.vocab, stop=vocab)
     )
-    num_layers = max(1, min(config.num_hidden_layers, _COLD_BYTES // layer_bytes))
-    vocab = min(len(first.vocab), max(1, _COLD_BYTES // (dtype.itemsize * config.hidden_size)))
-    model = _blank(config, first, num_layers, vocab, dtype)
+    weights = load_weights(checkpoint, dtype, None, sample, engine.quantization)
+    model = Decoder(config, weights, _CONTEXT, sample)
     block = engine.block_size
     per_sequence = -(-_CONTEXT // block)
     caches = [
@@ -50,11 +58,13 @@ def measure(config: ModelConfig, engine: EngineConfig, dtype: torch.dtype) -> St
         max_seq_len=_CONTEXT,
     )
     ids = torch.zeros(_TOKENS, dtype=torch.int64)
-    hidden = model.embed(ids)
-    layers = _seconds(lambda: model.forward(hidden.clone(), positions, caches, metadata))  # type: ignore[arg-type]
-    head = _seconds(lambda: ops.greedy(model.logits(hidden)))
+    with torch.inference_mode():
+        hidden = model.embed(ids)
+        layers = _seconds(lambda: model.forward(hidden.clone(), positions, caches, metadata))  # type: ignore[arg-type]
+        head = _seconds(lambda: ops.greedy(model.logits(hidden)))
+        embedding = _seconds(lambda: model.embed(ids))
     # What the head's rank does beyond its own rows, bringing logits together and choosing, grows with the vocabulary.
-    return StageCosts(layers / num_layers, _seconds(lambda: model.embed(ids)), head * len(first.vocab) / vocab)
+    return StageCosts(layers / num_layers, embedding, head * len(first.vocab) / vocab)
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -65,36 +75,3 @@ def _seconds(call: Callable[[], object]) -> float:
         call()
         times.append(time.perf_counter() - began)
     return statistics.median(times)
-
-
-def _blank(config: ModelConfig, shard: Shard, num_layers: int, vocab: int, dtype: torch.dtype) -> Decoder:
-    hidden, inner = config.hidden_size, len(shard.intermediate)
-    q, kv = len(shard.heads) * config.head_dim, len(shard.kv_heads) * config.head_dim
-
-    def zeros(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype)
-
-    layers = [
-        LayerWeights(
-            input_norm=zeros(hidden),
-            qkv=Linear(zeros(q + 2 * kv, hidden)),
-            o=Linear(zeros(hidden, q)),
-            post_attention_norm=zeros(hidden),
-            gate_up=Linear(zeros(2 * inner, hidden)),
-            down=Linear(zeros(hidden, inner)),
-        )
-        for _ in range(num_layers)
-    ]
-    rows = zeros(vocab, hidden)
-    alone = Shard(
-        0,
-        1,
-        0,
-        1,
-        Range(0, num_layers, num_layers),
-        shard.heads,
-        shard.kv_heads,
-        shard.intermediate,
-        Range(0, vocab, vocab),
-    )
-    return Decoder(config, DecoderWeights(rows, layers, zeros(hidden), rows), _CONTEXT, alone)
