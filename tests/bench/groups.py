@@ -47,12 +47,13 @@ def main() -> None:
     torch.set_num_threads(1)
     for rows in (1, 16, 256):
         shared, gloo = time_reduce(rows, 576)
-        print(f"reduce {rows} x 576 over 2 ranks: shared memory {shared:.1f} us, gloo {gloo:.0f} us")
+        print(f"reduce {rows} x 576 over 2 ranks: shared memory {shared:.1f} us, gloo {gloo:.0f} us", flush=True)
     groups = {name: Variant(name, args) for name in args.variants}
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in groups}
-    for _ in range(args.rounds):
+    for i in range(args.rounds):
         for name, variant in groups.items():
             measured[name].append(variant.measure(args.steps))
+            print(f"round {i + 1}, {name}: {measured[name][-1]['step ms']:.1f} ms a step", flush=True)
     for name, rounds in measured.items():
         keys = rounds[0]
         print(f"{name}: " + ", ".join(f"{key} {statistics.median(r[key] for r in rounds):.2f}" for key in keys))
