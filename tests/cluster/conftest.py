@@ -1,44 +1,14 @@
-"""A real server for tests: `pagedray serve` in a process of its own, with its own HOME, Ray and port."""
+"""`server`: a real one for all tests of a session, and `start_server` for those that want their own."""
 
-import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
-from pathlib import Path
 
-import httpx
 import pytest
+from real_server import Server, isolated_env
 
 from pagedray.cluster.local_server import free_port
-
-
-@dataclass
-class Server:
-    url: str
-    process: subprocess.Popen
-    log: Path
-
-    def metric(self, name: str) -> float:
-        """The sum of a metric over its labels."""
-        lines = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
-
-    def wait_idle(self, seconds: float) -> None:
-        """Until nothing runs, waits, or holds a block."""
-        names = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_requests_in_flight"]
-        deadline = time.monotonic() + seconds
-        while busy := {n: v for n in names if (v := self.metric(f"pagedray:{n}"))}:
-            assert time.monotonic() < deadline, f"still busy after {seconds} s: {busy}"
-            time.sleep(0.05)
-
-
-def isolated_env(home: Path) -> dict[str, str]:
-    """The environment for a Ray of one's own: nothing of the user's, no token authentication."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    cache = os.environ.get("PAGEDRAY_CACHE") or str(Path.home() / ".cache" / "pagedray")
-    return env | {"HOME": str(home), "PAGEDRAY_CACHE": cache, "RAY_AUTH_MODE": "disabled", "PYTHONUNBUFFERED": "1"}
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,8 @@ import tempfile
 import textwrap
 
 import pytest
-from conftest import isolated_env
 from fake_engine import byte_tokenizer
+from real_server import isolated_env
 from transformers import PreTrainedTokenizerFast
 
 pytestmark = pytest.mark.serve
