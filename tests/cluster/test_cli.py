@@ -122,6 +122,7 @@ def test_flags_become_arguments(served, capsys):
 
 def test_a_degree_that_cannot_work_is_refused_before_anything_starts(served, capsys, tiny_llama, tmp_path):
     tiny_llama(num_hidden_layers=2).save_pretrained(tmp_path)  # 4 query heads, 2 KV heads
+    capsys.readouterr()  # a progress bar, perhaps
     status, _, err = run(capsys, "serve", str(tmp_path), "-tp", "3")
     assert (
         status == 2 and err.startswith("pagedray: error: --tensor-parallel-size is 3") and "1, 2, 4 would work" in err
