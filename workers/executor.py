@@ -138,7 +138,7 @@ class GroupExecutor:
         *,
         host: str = "127.0.0.1",
         start_timeout: float = START_SECONDS,
-        join_timeout: float = 60.0,
+        join_timeout: float = 180.0,
         silence_timeout: float = 3.0,
         progress: Progress | None = None,
         grammar_backend: GrammarBackend | None = None,  # a function that other processes can import
