@@ -59,11 +59,7 @@ class Monitor:
                 ready = selector.select(max(0.0, min(BEAT_SECONDS, next_beat - time.monotonic())))
                 lost: dict[int, str] = {}
                 for key, _ in ready:
-                    try:
-                        for message in self._connections[key.data].read_available():
-                            self._on_message(key.data, message)
-                    except WireError as error:
-                        lost[key.data] = str(error)
+                    self._read(key.data, lost)
                 now = time.monotonic()
                 if now >= next_beat:
                     next_beat = now + BEAT_SECONDS
@@ -74,8 +70,16 @@ class Monitor:
                         try:
                             connection.send_frame(BEAT)
                         except WireError as error:
+                            self._read(rank, lost)  # its last words say more
                             lost.setdefault(rank, str(error))
                 for rank, why in lost.items():
                     selector.unregister(self._connections.pop(rank))
                     if not self._ended.is_set():
                         self._on_lost(rank, why)
+
+    def _read(self, rank: int, lost: dict[int, str]) -> None:
+        try:
+            for message in self._connections[rank].read_available():
+                self._on_message(rank, message)
+        except WireError as error:
+            lost[rank] = str(error)

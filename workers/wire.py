@@ -123,19 +123,20 @@ class Connection:
     def read_available(self) -> Iterator[Any]:
         """Read what has come without waiting, and yield the messages that are whole; beats yield nothing.
 
-        Raises `WireError` once the peer has closed and all it sent is taken.
+        Raises `WireError` once the connection has ended and all that came is taken.
         """
-        closed = False
-        while not closed:
+        ended = ""
+        while not ended:
             try:
                 piece = self._sock.recv(1 << 16, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 break
             except OSError as error:
-                raise WireError(f"the connection broke: {error}") from None
-            closed = not piece
+                ended = f"the connection broke: {error}"
+                break
+            ended = "" if piece else "its connection closed"
             self._buffer += piece
-        if not closed:
+        if not ended:
             self.last_heard = time.monotonic()
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
@@ -148,8 +149,8 @@ class Connection:
             del self._buffer[:end]
             if payload:
                 yield pickle.loads(payload)
-        if closed:
-            raise WireError("its connection closed")
+        if ended:
+            raise WireError(ended)
 
     def receive(self, timeout: float) -> Any:
         """The next message, for the time before a `Monitor` reads. Raises `WireError` after `timeout` seconds."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from pagedray.scheduler.errors import ConfigError
@@ -127,6 +128,7 @@ def test_bad_settings_are_refused(more, message):
     pp=st.integers(1, 8),
     weights=st.none() | st.lists(st.floats(0.05, 20), min_size=16, max_size=16),
 )
+@hypothesis_settings(deadline=None)
 def test_everything_is_held_once_or_refused(kv_heads, group, intermediate, vocab, layers, tp, pp, weights):
     model = replace(
         SMOLLM2,
@@ -156,6 +158,7 @@ def test_everything_is_held_once_or_refused(kv_heads, group, intermediate, vocab
 
 
 @given(st.integers(1, 64), st.lists(st.floats(0.05, 20), min_size=1, max_size=16))
+@hypothesis_settings(deadline=None)
 def test_apportion_deals_out_all_and_more_to_the_heavier(units, weights):
     if units < len(weights):
         return
@@ -167,6 +170,7 @@ def test_apportion_deals_out_all_and_more_to_the_heavier(units, weights):
 
 
 @given(st.integers(1, 40), st.integers(1, 6), st.floats(0, 3), st.floats(0, 30))
+@hypothesis_settings(deadline=None)
 def test_stages_are_balanced_by_time(layers, stages, embedding, head):
     if stages > layers:
         return

@@ -1,8 +1,8 @@
 """Messages between a group's processes: only from who knows the key, whole, in order; silence and ends are noticed."""
 
+import queue
 import socket
 import threading
-import time
 
 import pytest
 
@@ -90,18 +90,33 @@ def test_a_listener_takes_a_free_port_of_the_address():
         wire.listen("192.0.2.1")  # kept for documentation: nobody's
 
 
-def test_a_monitor_delivers_and_tells_an_end_from_silence():
-    heard, lost = [], {}
-    (first, one), (second, _two) = pair(), pair()
-    monitor = Monitor({1: first, 2: second}, lambda rank, m: heard.append((rank, m)), lost.setdefault, silence=0.7)
+def watch(connection, silence):
+    """A monitor of one connection, what it hears, and a queue of why it gives a rank up."""
+    heard, lost = queue.SimpleQueue(), queue.SimpleQueue()
+    monitor = Monitor({1: connection}, lambda *message: heard.put(message), lambda *why: lost.put(why), silence)
+    return monitor, heard, lost
+
+
+def test_a_monitor_delivers_and_notices_an_end():
+    ours, theirs = pair()
+    monitor, heard, lost = watch(ours, silence=600)
     try:
-        one.send("hello")
-        deadline = time.monotonic() + 10
-        while len(lost) < 2 and time.monotonic() < deadline:
-            if heard and 1 not in lost:
-                one.close()
-            time.sleep(0.01)
-        assert heard == [(1, "hello")]
-        assert "closed" in lost[1] and "silent" in lost[2]
+        theirs.send("hello")
+        assert heard.get(timeout=60) == (1, "hello")
+        theirs.send("last words")
+        theirs.close()
+        assert heard.get(timeout=60) == (1, "last words")
+        rank, why = lost.get(timeout=60)
+        assert rank == 1 and ("closed" in why or "broke" in why)
+    finally:
+        monitor.close()
+
+
+def test_a_monitor_notices_silence():
+    ours, _theirs = pair()
+    monitor, _, lost = watch(ours, silence=0.2)
+    try:
+        rank, why = lost.get(timeout=60)
+        assert rank == 1 and "silent" in why
     finally:
         monitor.close()
