@@ -1,5 +1,6 @@
 """What worker groups leave in a Ray cluster when they go, in whatever way: nothing."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -133,12 +134,13 @@ def run(script, folder, home, *arguments):
         env=isolated_env(home),
         capture_output=True,
         text=True,
-        timeout=270,
+        timeout=900,
     )
     assert done.stdout.rstrip().endswith("nothing is left"), done.stdout + done.stderr
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.skipif(not os.environ.get("PAGEDRAY_LONG_TESTS"), reason="takes minutes: set PAGEDRAY_LONG_TESTS=1")
+@pytest.mark.timeout(920)
 def test_nothing_is_left_in_ray(tiny_folder, tmp_path, short_folder):
     run(SCRIPT, tiny_folder, tmp_path, short_folder, "10")
 

@@ -11,7 +11,10 @@ from test_failures import Stream, answers_again, descendants, process_of
 
 from pagedray import LLM, SamplingParams
 
-pytestmark = pytest.mark.serve
+pytestmark = [
+    pytest.mark.serve,
+    pytest.mark.skipif(not os.environ.get("PAGEDRAY_LONG_TESTS"), reason="takes minutes: set PAGEDRAY_LONG_TESTS=1"),
+]
 
 _FLAGS = ("--served-model-name", "demo", "--max-model-len", "1024", "--dtype", "float32")
 _OF_THE_GROUP = ("ray::Rank", "ray::Leader", "ray::ServeReplica:pagedray:WorkerGroup")
