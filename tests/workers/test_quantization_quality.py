@@ -11,7 +11,7 @@ from pagedray.workers.checkpoint.load import load_weights, open_checkpoint
 from pagedray.workers.kv_cache import allocate
 from pagedray.workers.models.decoder import Decoder
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 WINDOW, WINDOWS = 1024, 4
 
