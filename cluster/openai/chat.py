@@ -43,7 +43,8 @@ async def start_chat(
 ) -> tuple[Generation, list[ReplyReader]]:
     """The choices of a chat, ready to run, and who reads each. Raises `InvalidRequest`."""
     prompt = await prompt_token_ids(body, model)
-    form = await asyncio.to_thread(body.form)
+    if (form := body.form()) is not None:
+        await asyncio.to_thread(form.check)
     sampling = body.sampling(model, body.draw_seed(), len(prompt), "messages", form)
     if body.effective_tool_choice == "auto" and model.tool_call_parser is None:
         raise InvalidRequest(

@@ -52,7 +52,9 @@ class _NoTokens:
 
 async def _requests(body: CompletionRequest, model: ServedModel, call_id: str) -> tuple[list[Request], list[str]]:
     """One request a choice, and the text that its answer begins with."""
-    seed, form = body.draw_seed(), await asyncio.to_thread(body.form)
+    seed = body.draw_seed()
+    if (form := body.form()) is not None:
+        await asyncio.to_thread(form.check)
     requests: list[Request] = []
     echoes: list[str] = []
     for prompt in body.prompt:

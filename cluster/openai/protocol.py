@@ -9,7 +9,7 @@ import logging
 import re
 import secrets
 from collections.abc import Collection, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from json import dumps
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -122,6 +122,18 @@ class DetokenizeRequest(Body):
     tokens: Annotated[list[Int], Field(fail_fast=True)]
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The form that an answer must have, and the field that asked for it."""
+
+    params: StructuredOutputsParams
+    param: str
+
+    def check(self) -> None:
+        """Raises `InvalidRequest` for one that cannot be kept to. May take some 20 ms."""
+        check_grammar(self.params, self.param)
+
+
 class GenerationRequest(Body):
     """What both endpoints take."""
 
@@ -193,7 +205,7 @@ class GenerationRequest(Body):
         seed: int,
         num_prompt_tokens: int,
         where: str,
-        form: StructuredOutputsParams | None = None,
+        form: Form | None = None,
     ) -> SamplingParams:
         """How to answer a prompt of so many tokens; `where` is the field that held it. Raises `InvalidRequest`."""
         limit = model.max_model_len
@@ -220,7 +232,7 @@ class GenerationRequest(Body):
             seed=seed,
             logprobs=self.num_logprobs(),
             logit_bias=self._logit_bias(model),
-            structured_outputs=form,
+            structured_outputs=None if form is None else form.params,
         )
 
     def request(
@@ -237,11 +249,8 @@ class GenerationRequest(Body):
             cache_salt=self.cache_salt or "",
         )
 
-    def form(self) -> StructuredOutputsParams | None:
-        """The form that the answer must have. Raises `InvalidRequest` for one that cannot be kept to.
-
-        May take some 20 ms where there is one.
-        """
+    def form(self) -> Form | None:
+        """The form that is asked for, not checked yet. Raises `InvalidRequest` where the fields say none or several."""
         forms: dict[str, dict[str, Any]] = {}
         if self.structured_outputs is not None:
             forms["structured_outputs"] = self.structured_outputs
@@ -263,8 +272,7 @@ class GenerationRequest(Body):
                 form = StructuredOutputsParams(**wish)
             except InvalidRequest as error:
                 raise InvalidRequest(error.message.replace("structured_outputs", param, 1), param) from None
-            check_grammar(form, param)
-            return form
+            return Form(form, param)
         return None
 
     def draw_seed(self) -> int:
@@ -381,7 +389,7 @@ class ChatCompletionRequest(GenerationRequest):
             return "none"
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else self.tool_choice or "auto"
 
-    def form(self) -> StructuredOutputsParams | None:
+    def form(self) -> Form | None:
         form, choice = super().form(), self.effective_tool_choice
         if choice in ("none", "auto"):
             return form
@@ -393,9 +401,7 @@ class ChatCompletionRequest(GenerationRequest):
         schema = required_schema(functions, self.parallel_tool_calls is not False)
         if choice != "required":
             schema = next(f for f in functions if f["name"] == choice).get("parameters") or {"type": "object"}
-        form = StructuredOutputsParams(json=dumps(schema))
-        check_grammar(form, "tools")
-        return form
+        return Form(StructuredOutputsParams(json=dumps(schema)), "tools")
 
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None

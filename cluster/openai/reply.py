@@ -85,4 +85,4 @@ def marks_are_special(model: ServedModel) -> bool:
     """True where what the parsers look for would be lost with the special tokens."""
     marks = {"<think>", "</think>"} if model.reasoning_parser else set()
     marks |= {"<tool_call>", "</tool_call>"} if model.tool_call_parser == "hermes" else set()
-    return bool(marks) and any(model.tokenizer.token_text(i) in marks for i in model.tokenizer.special_ids)
+    return any(model.tokenizer.backend.token_to_id(mark) in model.tokenizer.special_ids for mark in marks)

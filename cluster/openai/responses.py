@@ -101,8 +101,9 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 async def responses(body: ResponsesRequest, model: ServedModel, engine: EngineClient, receive: Receive) -> Response:
     """Raises `InvalidRequest` before anything is submitted to the engine."""
-    generation, readers = await start_chat(as_chat(body), model, engine, f"resp_{uuid.uuid4().hex}")
-    answer = _Answer(body, model, generation, readers[0])
+    call_id = f"resp_{uuid.uuid4().hex}"
+    generation, readers = await start_chat(as_chat(body), model, engine, call_id)
+    answer = _Answer(call_id, body, model, generation, readers[0])
     if body.stream:
         return EventStream(answer.events())
     return JSONResponse(await until_disconnect(receive, answer.whole()))
@@ -111,13 +112,15 @@ async def responses(body: ResponsesRequest, model: ServedModel, engine: EngineCl
 class _Answer:
     """One answer as it grows: the items so far, the last of which is open."""
 
-    def __init__(self, body: ResponsesRequest, model: ServedModel, generation: Generation, reader: ReplyReader):
+    def __init__(
+        self, call_id: str, body: ResponsesRequest, model: ServedModel, generation: Generation, reader: ReplyReader
+    ):
         self._generation = generation
         self._reader = reader
         self._output: list[dict[str, Any]] = []
         self._sequence = -1
         self._head: dict[str, Any] = {
-            "id": f"resp_{uuid.uuid4().hex}",
+            "id": call_id,
             "object": "response",
             "created_at": int(time.time()),
             "model": model.id,
