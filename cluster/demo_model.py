@@ -14,6 +14,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from ..kernels.cache import cache_root
 from ..scheduler.errors import CheckpointError
 
 DEMO_MODEL_ID = "SmolLM2-135M-Instruct"
@@ -24,8 +25,7 @@ TIMEOUT = 900  # seconds for 98 MB
 
 
 def cache_folder() -> Path:
-    """$PAGEDRAY_CACHE, else ~/.cache/pagedray; models are kept in models/ below it."""
-    return Path(os.environ.get("PAGEDRAY_CACHE") or "~/.cache/pagedray").expanduser() / "models"
+    return cache_root() / "models"
 
 
 def find() -> Path | None:

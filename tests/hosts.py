@@ -203,7 +203,9 @@ class Host:
     def env(self) -> dict[str, str]:
         """The environment of its processes: nothing of the user's Ray, no token authentication, a HOME of its own."""
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTEST_"))}
-        cache = os.environ.get("PAGEDRAY_CACHE") or str(Path.home() / ".cache" / "pagedray")
+        from pagedray.kernels.cache import cache_root  # not at the top: PID 1 has the standard library only
+
+        cache = str(cache_root())
         ray = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
         mine = {"HOME": str(self.home), "PAGEDRAY_CACHE": cache, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
         return inherited | ray | mine

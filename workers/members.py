@@ -111,9 +111,13 @@ class Members:
                 raise EngineDead(f"rank {ranks} of {self.size} did not join within {timeout:.0f} s")
             try:
                 connection = Connection(self._listener.accept()[0], self.address.key, server=True)
-                hello = connection.receive(wire.HANDSHAKE_SECONDS)
             except (TimeoutError, WireError):
                 continue  # nobody yet, or nobody of ours
+            try:
+                hello = connection.receive(wire.HANDSHAKE_SECONDS)
+            except WireError:
+                connection.close()  # so that it knows, and says so
+                continue
             if isinstance(hello, Hello) and hello.rank in missing:
                 hellos[hello.rank] = hello
                 self.connections[hello.rank] = connection

@@ -39,6 +39,7 @@ def run(address: GroupAddress, rank: int, *, exit_on_loss: bool = True) -> None:
     Raises `EngineDead` where the leader or another rank is lost, and what keeps it from loading, which the leader is
     told too. With `exit_on_loss` the process ends if this thread is stuck a second after such a loss.
     """
+    ops.native_library()  # the first time on a machine it is compiled, longer than a leader waits for a word
     try:
         control = Connection.connect(address.host, address.port, address.key, _JOIN_SECONDS)
     except WireError as error:

@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..cache import cache_root
+
 logger = logging.getLogger("pagedray.kernels")
 
 SOURCES = Path(__file__).parent / "src"
@@ -87,8 +89,7 @@ def _may_use_amx() -> bool:
 
 
 def cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "pagedray" / "kernels"
+    return cache_root() / "kernels"
 
 
 def build(tier: str) -> Path:

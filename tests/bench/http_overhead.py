@@ -22,6 +22,7 @@ from itertools import count
 from pagedray import LLM, SamplingParams
 from pagedray.cluster import bench
 from pagedray.cluster.local_server import free_port
+from pagedray.kernels.cache import cache_root
 from pagedray.scheduler.request import Request
 
 INPUT_LEN, OUTPUT_LEN = 128, 64  # words, which are about as many tokens; tokens
@@ -63,8 +64,7 @@ def start_server(model, home):
         [sys.executable, "-m", "pagedray", "serve", model, *flags, "--no-enable-prefix-caching"],
         stdout=log,
         stderr=log,
-        env=os.environ
-        | {"HOME": home, "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))},
+        env=os.environ | {"HOME": home, "PAGEDRAY_CACHE": str(cache_root())},
     )
     while "ready" not in open(log.name).read():
         if process.poll() is not None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import httpx
 
+from pagedray.kernels.cache import cache_root
+
 
 @dataclass
 class Server:
@@ -32,5 +34,5 @@ class Server:
 def isolated_env(home: Path) -> dict[str, str]:
     """The environment for a Ray of one's own: nothing of the user's, no token authentication."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    cache = os.environ.get("PAGEDRAY_CACHE") or str(Path.home() / ".cache" / "pagedray")
-    return env | {"HOME": str(home), "PAGEDRAY_CACHE": cache, "RAY_AUTH_MODE": "disabled", "PYTHONUNBUFFERED": "1"}
+    own = {"HOME": str(home), "PAGEDRAY_CACHE": str(cache_root()), "RAY_AUTH_MODE": "disabled"}
+    return env | own | {"PYTHONUNBUFFERED": "1"}

@@ -11,10 +11,7 @@ from test_failures import Stream, answers_again, descendants, process_of
 
 from pagedray import LLM, SamplingParams
 
-pytestmark = [
-    pytest.mark.serve,
-    pytest.mark.skipif(not os.environ.get("PAGEDRAY_LONG_TESTS"), reason="takes minutes: set PAGEDRAY_LONG_TESTS=1"),
-]
+pytestmark = pytest.mark.serve
 
 _FLAGS = ("--served-model-name", "demo", "--max-model-len", "1024", "--dtype", "float32")
 _OF_THE_GROUP = ("ray::Rank", "ray::Leader", "ray::ServeReplica:pagedray:WorkerGroup")

@@ -22,8 +22,8 @@ for _ in range(3):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "pagedray" / "kernels"
+    monkeypatch.setenv("PAGEDRAY_CACHE", str(tmp_path))
+    return tmp_path / "kernels"
 
 
 def start(**environment):
@@ -68,7 +68,7 @@ def test_a_compiler_that_fails_leaves_no_trace(cache, tmp_path, monkeypatch, cap
 
 
 def test_a_cache_that_cannot_be_written_is_said(cache, tmp_path, caplog):
-    (tmp_path / "pagedray").write_text("a file where the folder should be")
+    (tmp_path / "kernels").write_text("a file where the folder should be")
     with caplog.at_level(logging.WARNING, "pagedray.kernels"):
         assert library.load() is None
     assert len(caplog.records) == 1 and str(tmp_path) in caplog.text

@@ -11,9 +11,12 @@ import pytest
 from groups import config_for, greedy, group, is_running, rank_pids, traces
 
 from pagedray.scheduler.errors import CheckpointError, ConfigError, EngineDead
+from pagedray.workers import rank, wire
 from pagedray.workers.engine import Engine
 from pagedray.workers.executor import GroupExecutor
 from pagedray.workers.members import LocalRank
+from pagedray.workers.messages import GroupAddress
+from pagedray.workers.wire import WireError
 
 SHAPE = {"num_hidden_layers": 4, "max_position_embeddings": 256}
 KNOWN_WITHIN = 5.0
@@ -158,6 +161,43 @@ def test_a_rank_that_ends_before_it_joins_is_named_with_its_reason(model):
 def test_a_rank_that_does_not_join_in_time_is_named(model):
     with pytest.raises(EngineDead, match="rank 1 of 2 did not join within 0 s"):
         GroupExecutor(config_for(model, tensor_parallel_size=2), lambda *_: Stub(), join_timeout=0.3)
+
+
+def test_a_rank_compiles_its_kernels_before_it_connects(monkeypatch):
+    """The leader waits seconds for a word from who has connected, and compiling takes longer."""
+    order = []
+
+    def connect(*_):
+        order.append("connect")
+        raise WireError("nobody there")
+
+    monkeypatch.setattr(rank.ops, "native_library", lambda: order.append("compile"))
+    monkeypatch.setattr(rank.Connection, "connect", connect)
+    with pytest.raises(EngineDead, match="rank 1 cannot join its group: nobody there"):
+        rank.run(GroupAddress("127.0.0.1", 1, b"key"), 1)
+    assert order == ["compile", "connect"]
+
+
+def test_who_connects_and_says_nothing_is_sent_away(model, monkeypatch):
+    monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 0.2)
+    sent_away = []
+
+    def launch(address, _):
+        connection = wire.Connection.connect(address.host, address.port, address.key, 5)
+        try:
+            connection.receive(5)
+        except WireError as error:
+            sent_away.append(str(error))
+        return Stub()
+
+    def later(address, rank):
+        thread = threading.Thread(target=launch, args=(address, rank), daemon=True)
+        thread.start()
+        return Stub()
+
+    with pytest.raises(EngineDead, match="did not join"):
+        GroupExecutor(config_for(model, tensor_parallel_size=2), later, join_timeout=1.5)
+    assert sent_away == ["its connection closed"]
 
 
 def test_a_degree_that_cannot_work_is_refused_before_anything_starts(model):
