@@ -176,6 +176,23 @@ def _parser() -> _Parser:
     offline.add_argument("model", metavar="MODEL", nargs="?", help=f"{_MODEL}; without it: the demo model")
     _add_load_flags(offline)
     _add_engine_flags(offline, leave_out="--seed")
+
+    simulate = command(commands, "simulate", _simulate, "run a trace of requests through routing policies, simulated")
+    simulate.add_argument("--trace", type=Path, required=True, metavar="FILE", help="Mooncake, Azure LLM or BurstGPT")
+    simulate.add_argument("--groups", type=int, default=8, metavar="N", help="worker groups")
+    simulate.add_argument("--policy", action="append", metavar="NAME", help="may be repeated (default: all)")
+    simulate.add_argument(
+        "--load", type=float, metavar="SHARE", help="of the capacity, such as 0.9 (default: as it is)"
+    )
+    simulate.add_argument("--rate", type=float, metavar="R", help="requests a second, instead of --load")
+    simulate.add_argument("--limit", type=int, metavar="N", help="requests of the trace")
+    simulate.add_argument("--spec", default="gpu-8b", metavar="NAME", help="what a group is")
+    simulate.add_argument("--ttft-target", type=float, metavar="S", help="refuse what cannot start in time")
+    simulate.add_argument(
+        "--fault", action="append", default=[], metavar="KIND@S[:GROUP[:SECONDS[:FACTOR]]]", help="lost, slow, restart"
+    )
+    simulate.add_argument("--seed", type=int, default=0, help="of whatever is drawn")
+    simulate.add_argument("--picture", type=Path, metavar="FILE.svg", help="TTFT and throughput by policy")
     return parser
 
 
@@ -375,6 +392,51 @@ def _bench_offline(args: argparse.Namespace) -> int:
         args.prefix_len,
     )
     return bench.report(bench.run_offline(_model(args.model)[0], prompts, _engine_kwargs(args, "seed")), args.json)
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from ..scheduler.simulation import study
+    from ..scheduler.simulation.baselines import POLICIES
+    from ..scheduler.simulation.traces import read_trace
+
+    policies = args.policy or list(POLICIES)
+    for flag, names, known in (("--policy", policies, POLICIES), ("--spec", [args.spec], study.SPECS)):
+        for name in names:
+            if name not in known:
+                raise ConfigError(f"{flag} {name} is not known{nearest(name, known)}")
+    if args.groups < 1:
+        raise ConfigError(f"--groups must be at least 1, not {args.groups}")
+    faults = [_fault(text, args.groups) for text in args.fault]
+    spec = study.SPECS[args.spec]
+    trace = read_trace(args.trace, args.limit)
+    if not trace:
+        raise ConfigError(f"{args.trace} has no requests")
+    rate = args.rate
+    if rate is None and args.load is not None:
+        capacity = study.capacity(trace, args.groups, spec, seed=args.seed)
+        rate = args.load * capacity
+        _say(f"capacity {capacity:.2f} requests/s; {args.load:g} of it is {rate:.2f}")
+    rows = study.compare(trace, rate, args.groups, spec, policies, faults, args.seed, args.ttft_target)
+    print(study.table(rows))
+    if args.picture:
+        at = "as it is" if rate is None else f"{rate:.2f} requests/s"
+        args.picture.write_text(study.picture(rows, f"{args.trace.name}, {at}, {args.groups} groups"), encoding="utf-8")
+    return 0
+
+
+def _fault(text: str, num_groups: int) -> Any:
+    from ..scheduler.simulation.simulator import Fault
+
+    kind, _, rest = text.partition("@")
+    try:
+        at, *fields = rest.split(":")
+        convert = (int, float, float)
+        fault = Fault(kind, float(at), *(c(f) for c, f in zip(convert, fields, strict=False)))
+        if kind not in ("lost", "slow", "restart") or not 0 <= fault.group < num_groups or len(fields) > 3:
+            raise ValueError
+    except ValueError:
+        raise ConfigError(f"--fault must be such as lost@60:3:30, slow@60:3:30:2 or restart@60, not {text}") from None
+    return fault
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ have no assignment for.
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from ray.actor import ActorHandle
 
 from ..scheduler.dispatcher import Dispatcher
 from ..scheduler.errors import EngineDead, PagedRayError
+from ..scheduler.placement import GroupCapacity
 from ..scheduler.request import Request
 from ..scheduler.step import SchedulerStats
 from .config import SchedulerOptions
@@ -28,6 +30,7 @@ NAMESPACE = "pagedray"
 CALL_TIMEOUT = 10.0  # seconds for a call that should take a millisecond
 _POLL_SECONDS = 2.0
 _WATCH_SECONDS = 1.0
+_SHORTEST_WAIT = 0.001  # seconds between decisions that nothing but time has caused
 _KEEP_NEWS_SECONDS = 60.0  # for an ingress that does not ask
 FORGOTTEN_SECONDS = 30.0  # ingresses and groups call every two seconds; after this long without, it ends itself
 SILENCE_SECONDS = 10.0  # a group reports twice a second; after this long without, it is taken for dead
@@ -110,6 +113,7 @@ class GlobalScheduler:
         self.news: dict[str, list[_News]] = {}  # by ingress id: what it has not acknowledged
         self.num_news = 0
         self.wakers: dict[str, asyncio.Event] = {}
+        self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task] = set()
         self.last_called = time.monotonic()
         self._spawn(self._watch_for_ever())
@@ -155,7 +159,7 @@ class GlobalScheduler:
         by_group: dict[str, list[str]] = {}
         for request_id in request_ids:
             self.ingress_of.pop(request_id, None)
-            group_id = self.dispatcher.cancel(request_id)
+            group_id = self.dispatcher.cancel(request_id, time.monotonic())
             if group_id in self.groups:
                 by_group.setdefault(group_id, []).append(request_id)
         for group_id, ids in by_group.items():
@@ -177,7 +181,8 @@ class GlobalScheduler:
         self.groups[info.group_id] = info
         self.last_heard[info.group_id] = time.monotonic()
         running = [request for _, request in info.requests]
-        elsewhere = self.dispatcher.add_group(info.group_id, info.model, info.window, time.monotonic(), running)
+        capacity = GroupCapacity(info.window)
+        elsewhere = self.dispatcher.add_group(info.group_id, info.model, capacity, time.monotonic(), running)
         for ingress_id, request in info.requests:
             if request.request_id not in elsewhere:
                 self.ingress_of[request.request_id] = ingress_id
@@ -195,7 +200,7 @@ class GlobalScheduler:
         self.last_heard[report.group_id] = self.last_called = time.monotonic()
         for request_id in report.finished:
             self.ingress_of.pop(request_id, None)
-        self.dispatcher.finished(report.finished)
+        self.dispatcher.finished(report.finished, time.monotonic())
         self._dispatch()
         return True
 
@@ -214,11 +219,20 @@ class GlobalScheduler:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
-        for group_id, requests in self.dispatcher.dispatch().items():
+        now = time.monotonic()
+        for group_id, requests in self.dispatcher.dispatch(now).items():
             batch = [(self.ingress_of[r.request_id], r) for r in requests]
             for ingress_id, request in batch:
                 self._tell(ingress_id, request.request_id, group_id)
             self._spawn(self._call_leader(group_id, "add_requests", batch))
+        for request_id, error in self.dispatcher.take_refused():
+            self._tell(self.ingress_of.pop(request_id), request_id, error=error)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self.dispatcher.next_dispatch_at < math.inf:  # something waits for its group: nobody else may call before
+            wait = max(_SHORTEST_WAIT, self.dispatcher.next_dispatch_at - now)
+            self._timer = asyncio.get_running_loop().call_later(wait, self._dispatch)
 
     async def _call_leader(self, group_id: str, method: str, argument: Any) -> None:
         info = self.groups.get(group_id)
@@ -243,8 +257,7 @@ class GlobalScheduler:
             for ingress_id in [i for i, asked in self.last_asked.items() if now - asked > _KEEP_NEWS_SECONDS]:
                 del self.last_asked[ingress_id]
                 self.news.pop(ingress_id, None)
-            for request_id in self.dispatcher.expire(now - self.max_queue_seconds):
-                error = EngineDead(f"no worker group could take the request within {self.max_queue_seconds:g} s")
+            for request_id, error in self.dispatcher.expire(now, self.max_queue_seconds):
                 self._tell(self.ingress_of.pop(request_id), request_id, error=error)
 
     def _tell(

@@ -25,6 +25,10 @@ class BlockPool:
 
     A block with a hash holds a full, immutable block of KV. It stays findable after its last user released it, until
     its place is needed: free blocks form an LRU queue, the least recently used one is handed out first.
+
+    What is findable is whole prefixes: when a block goes, those that continue it are dropped with it, since no look-up
+    could reach them. (Their own eviction comes earlier as a rule: the end of a prefix goes first. Not so where two
+    sequences computed a prefix at the same time, and one's blocks continue the other's.)
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_caching: bool = True):
@@ -35,6 +39,9 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._hashes: dict[int, BlockHash] = {}
         self._cached: dict[BlockHash, int] = {}
+        self._parents: dict[BlockHash, BlockHash | None] = {}
+        self._children: dict[BlockHash, set[BlockHash]] = {}
+        self._changes: dict[BlockHash, bool] = {}  # stored or removed since the last `take_changes`
 
     @property
     def num_free(self) -> int:
@@ -74,18 +81,58 @@ class BlockPool:
         blocks = []
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
-            block_hash = self._hashes.pop(block, None)
-            if block_hash is not None:
-                del self._cached[block_hash]
+            if block in self._hashes:
+                self._drop(self._hashes[block])
             self.ref_counts[block] = 1
             blocks.append(block)
         return blocks
 
-    def cache(self, block: int, block_hash: BlockHash) -> None:
-        """Make a used block findable. Where another block holds the same prefix already, that one stays known."""
-        if self.enable_caching and block not in self._hashes and block_hash not in self._cached:
-            self._hashes[block] = block_hash
-            self._cached[block_hash] = block
+    def cache(self, block: int, block_hash: BlockHash, parent: BlockHash | None = None) -> None:
+        """Make a used block findable; `parent` is the hash of the block before it.
+
+        Where another block holds the same prefix already, that one stays known. Where nobody holds the parent any
+        more, it is not worth finding.
+        """
+        if not self.enable_caching or block in self._hashes or block_hash in self._cached:
+            return
+        if parent is not None:
+            if parent not in self._cached:
+                return
+            self._children.setdefault(parent, set()).add(block_hash)
+        self._hashes[block] = block_hash
+        self._cached[block_hash] = block
+        self._parents[block_hash] = parent
+        self._changed(block_hash, True)
+
+    def _drop(self, block_hash: BlockHash) -> None:
+        """Forget a cached prefix and all that continue it. Their blocks stay where they are."""
+        doomed = [block_hash]
+        while doomed:
+            block_hash = doomed.pop()
+            doomed += self._children.pop(block_hash, ())
+            parent = self._parents.pop(block_hash)
+            if parent in self._children:
+                self._children[parent].discard(block_hash)
+                if not self._children[parent]:
+                    del self._children[parent]
+            del self._hashes[self._cached.pop(block_hash)]
+            self._changed(block_hash, False)
+
+    def _changed(self, block_hash: BlockHash, stored: bool) -> None:
+        if self._changes.get(block_hash, stored) == stored:
+            self._changes[block_hash] = stored
+        else:
+            del self._changes[block_hash]  # there and gone again, or the other way round: nobody heard of it
+
+    def take_changes(self) -> tuple[list[BlockHash], list[BlockHash]]:
+        """The prefixes that became findable since the last call, and those that ceased to be."""
+        changes, self._changes = self._changes, {}
+        return [h for h, stored in changes.items() if stored], [h for h, stored in changes.items() if not stored]
+
+    def cached_hashes(self) -> list[BlockHash]:
+        """Everything that is findable; `take_changes` then tells what changes from here on."""
+        self._changes.clear()
+        return list(self._cached)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give a sequence's blocks back. The end of a prefix is evicted before its beginning."""
@@ -103,3 +150,10 @@ class BlockPool:
             assert (count == 0) == (block in self._free), f"block {block}: {count} users, free {block in self._free}"
         assert len(self._free) <= self.num_blocks
         assert {h: b for b, h in self._hashes.items()} == self._cached, "hash tables disagree"
+        assert self._parents.keys() == self._cached.keys()
+        children: dict[BlockHash, set[BlockHash]] = {}
+        for block_hash, parent in self._parents.items():
+            if parent is not None:
+                assert parent in self._cached, "a prefix has lost its beginning"
+                children.setdefault(parent, set()).add(block_hash)
+        assert children == self._children

@@ -1,70 +1,164 @@
-"""The global scheduler's whole state: which requests wait, which worker group has which. Every event is a method."""
+"""The global scheduler's whole state: who waits, which worker group has what. Every event is a method.
 
-from bisect import insort
+    submit ─▶ quotas ─▶ fair queue ─▶ placement ─▶ a group's batch        dispatch
+    report, block_events ─▶ load and prefix index                         what decisions are made on
+    finished, cancel, expire, remove_group                                how a request ends, once
+
+All of it is plain Python driven by an explicit clock (`now`, in seconds), so the actor, the tests and the simulator run
+the same decisions.
+"""
+
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from .errors import Overloaded
+from .cost_model import CostModel
+from .errors import DeadlineUnmeetable, EngineDead, Overloaded, PagedRayError
+from .fairness import FairQueue, Key
+from .placement import Choice, Group, GroupCapacity, GroupLoad, Match, Placement, PlacementOptions
+from .prefix_index import BlockEvents, PrefixIndex
 from .request import Request
+from .tenants import PRIORITY_CLASSES, Quotas, RateLimits, Tenant, TenantDirectory
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchOptions:
+    """How requests are ordered and charged. Weights are of tokens: what one costs a tenant."""
+
+    priority_weight: float = 10.0  # seconds of waiting that a level of priority is worth
+    # A request goes before one that came so much earlier, if it has that much less to compute: what is warm, or short.
+    # At most `max_head_start` seconds, so nobody is passed by what comes more than that after it.
+    head_start_weight: float = 1.0
+    max_head_start: float = 2.0
+    input_weight: float = 1.0
+    cached_weight: float = 0.1
+    output_weight: float = 2.0
+    quantum: float = 8192.0  # of the fair queue, for each group
+    # While others have come of late, this share of each group's slots and KV cache is kept from a tenant that has its
+    # share already: they find room at once where they would have to wait for one of its requests to end.
+    reserve: float = 0.0625
+    reserve_seconds: float = 30.0  # how late "of late" is
+    lookahead: int = 8  # requests that may wait for their favorite group while others pass them
 
 
 @dataclass(slots=True)
 class _Entry:
     request: Request
+    tenant: Tenant
     arrived: float
-    key: tuple[float, int]  # as in the step scheduler: arrival + priority * weight, then order of arrival
+    key: Key
+    match: Match | None = None
+    matched_at: float = 0.0
+    seconds: float = 0.0  # of prefill, as it was reckoned when it came
     group_id: str | None = None
+
+    @property
+    def deadline(self) -> float:
+        target = self.request.ttft_target
+        return float("inf") if target is None else self.arrived + target
 
 
 @dataclass(slots=True)
-class _Group:
-    model: str
-    window: int
-    outstanding: dict[str, tuple[float, int]] = field(default_factory=dict)  # request id -> key
+class _Pool:
+    """The requests and groups of one model."""
 
-    def num_before(self, key: tuple[float, int]) -> int:
-        return sum(k < key for k in self.outstanding.values())
+    queue: FairQueue[_Entry]
+    placement: Placement
+    queued_seconds: float = 0.0  # of prefill that waits
+    in_flight: dict[str, tuple[int, float]] = field(default_factory=dict)  # tenant → requests at groups, weight
+
+    @property
+    def wait(self) -> float:
+        """Seconds until what waits now has been computed."""
+        return self.queued_seconds / max(1, len(self.placement.groups))
+
+    def count(self, tenant: Tenant, change: int) -> None:
+        """A request of a tenant came to a group, or left it."""
+        num = self.in_flight.get(tenant.name, (0, 0.0))[0] + change
+        if num:
+            self.in_flight[tenant.name] = num, tenant.weight
+        else:
+            del self.in_flight[tenant.name]
+
+    def is_light(self, tenant: Tenant) -> bool:
+        """Others are being served, and this tenant has less at the groups than its share."""
+        total, weights = 1, tenant.weight
+        for name, (num, weight) in self.in_flight.items():
+            total += num
+            weights += weight if name != tenant.name else 0.0
+        mine = self.in_flight.get(tenant.name, (0, 0.0))[0]
+        return weights > tenant.weight and (mine + 1) * weights <= total * tenant.weight
 
 
+@dataclass(slots=True)
 class Dispatcher:
-    """Queues requests and hands each to the group of its model that has the fewest ahead of it.
+    """Queues requests, fairly between tenants, and hands each to the group where it costs least.
 
-    A group is given no more than `window` requests that would run before the one in hand, so what it cannot start soon
-    stays here, where a group that comes later can have it and a request of higher priority still passes it. The queue
-    is bounded: past `max_queued_requests` a request is refused, not kept.
+    A group is given a request once it could start it soon. Until then it stays here, where a group that comes later
+    can have it, where one of higher priority still passes it, and where it costs nothing to cancel. The queue is
+    bounded: past `max_queued_requests` of a model a request is refused, not kept.
+
+    Nobody starves: within a tenant, a request waits only for those whose key (arrival + priority × weight - head start)
+    is smaller, of which no new ones come once its key has passed; between tenants the fair queue's bound holds.
     """
 
-    def __init__(self, max_queued_requests: int = 1024, priority_weight: float = 10.0):
-        self.max_queued_requests = max_queued_requests
-        self.priority_weight = priority_weight
-        self._groups: dict[str, _Group] = {}
-        self._entries: dict[str, _Entry] = {}
-        self._queues: dict[str, list[_Entry]] = {}  # by model, sorted by key
-        self._num_submitted = 0
+    max_queued_requests: int = 1024
+    options: DispatchOptions = field(default_factory=DispatchOptions)
+    placement_options: PlacementOptions = field(default_factory=PlacementOptions)
+    index: PrefixIndex = field(default_factory=PrefixIndex)
+    quotas: Quotas = field(default_factory=lambda: Quotas(TenantDirectory()))
+    next_dispatch_at: float = float("inf")  # when a request that waits for its group may go, if nothing happens before
+    _pools: dict[str, _Pool] = field(default_factory=dict)
+    _groups: dict[str, _Pool] = field(default_factory=dict)
+    _entries: dict[str, _Entry] = field(default_factory=dict)
+    _refused: list[tuple[str, PagedRayError]] = field(default_factory=list)
+    _num_submitted: int = 0
+
+    def _pool(self, model: str) -> _Pool:
+        pool = self._pools.get(model)
+        if pool is None:
+            queue: FairQueue[_Entry] = FairQueue(self.options.quantum)
+            pool = self._pools[model] = _Pool(queue, Placement(self.index, self.placement_options))
+        return pool
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
     def add_group(
-        self, group_id: str, model: str, window: int, now: float, running: Iterable[Request] = ()
+        self,
+        group_id: str,
+        model: str,
+        capacity: GroupCapacity,
+        now: float,
+        running: Iterable[Request] = (),
+        num_received: int = 0,
+        cost: CostModel | None = None,
     ) -> list[str]:
         """A group came up, or came back with requests it already has (after this scheduler restarted).
 
         Returns the ids of those that another group has by now: this one should drop them.
         """
         self.remove_group(group_id)
-        self._groups[group_id] = group = _Group(model, window)
+        pool = self._pool(model)
+        bit = self.index.add_holder(group_id)
+        group = Group(group_id, model, capacity, bit, cost or CostModel(), now, now, num_received)
+        self._groups[group_id] = pool
+        pool.placement.add(group, now)
+        pool.queue.quantum = max(pool.queue.quantum, self.options.quantum * len(pool.placement.groups))
         elsewhere = []
         for request in running:
             entry = self._entries.get(request.request_id)
             if entry is None:
-                entry = self._entries[request.request_id] = self._entry(request, now)
+                tenant = self.quotas.directory.get(request.tenant)
+                entry = self._entries[request.request_id] = self._entry(request, tenant, now)
+                self.quotas.restore(tenant)
             elif entry.group_id is None:
                 self._dequeue(entry)
+                self.quotas.dispatched(entry.tenant)
             else:
                 elsewhere.append(request.request_id)
                 continue
             entry.group_id = group_id
-            group.outstanding[request.request_id] = entry.key
+            pool.count(entry.tenant, 1)
+            pool.placement.restore(group, request.request_id, entry.key, now)
         return elsewhere
 
     def has_group(self, group_id: str) -> bool:
@@ -72,43 +166,102 @@ class Dispatcher:
 
     def remove_group(self, group_id: str) -> list[str]:
         """A group is gone. Returns the ids of the requests it took along; they are forgotten here."""
-        group = self._groups.pop(group_id, None)
-        lost = list(group.outstanding) if group else []
-        for request_id in lost:
-            del self._entries[request_id]
-        return lost
+        pool = self._groups.pop(group_id, None)
+        if pool is None:
+            return []
+        group = pool.placement.remove(group_id)
+        for request_id in group.requests:
+            tenant = self._entries.pop(request_id).tenant
+            self.quotas.ended(tenant, was_queued=False)
+            pool.count(tenant, -1)
+        self.index.remove_holder(group_id)
+        return list(group.requests)
+
+    def report(self, group_id: str, load: GroupLoad, now: float) -> None:
+        """A group's load."""
+        pool = self._groups[group_id]
+        pool.placement.report(pool.placement.groups[group_id], load, now)
+
+    def block_events(self, holder: str, events: BlockEvents) -> bool:
+        """What a group's device holds. False: something is missing, the group must send a snapshot."""
+        return self.index.apply(holder, events)
+
+    def served(self, model: str, tenant: str, output_tokens: int) -> None:
+        """Tokens were made for a tenant: it is charged for them."""
+        pool = self._pool(model)
+        pool.queue.charge(tenant, self.options.output_weight * output_tokens)
+        pool.placement.served(output_tokens)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, now: float) -> None:
-        """Queue a request, unless it is here already. Raises `Overloaded` where the queue is at its bound."""
+        """Queue a request, unless it is here already.
+
+        Raises `Overloaded` where the queue is at its bound, `RateLimited` where a limit of the tenant is reached,
+        `DeadlineUnmeetable` where its first token could not come in time, `ModelNotFound` for a model that is not for
+        this tenant. A refused request leaves no trace.
+        """
         if request.request_id in self._entries:
             return
-        queue = self._queues.setdefault(request.model, [])
-        if len(queue) >= self.max_queued_requests:
-            raise Overloaded(f"{len(queue)} requests wait for {request.model!r} already; try again later")
-        entry = self._entries[request.request_id] = self._entry(request, now)
-        insort(queue, entry, key=lambda e: e.key)
+        tenant = self.quotas.directory.get(request.tenant)
+        tenant.check_model(request.model)
+        pool = self._pool(request.model)
+        if len(pool.queue) >= self.max_queued_requests:
+            message = f"{len(pool.queue)} requests wait for {request.model!r} already; try again later"
+            raise Overloaded(message, max(1.0, pool.wait))
+        entry = self._entry(request, tenant, now)
+        if pool.placement.groups:
+            self._reckon(entry, pool, now)
+        self.quotas.admit(tenant, len(request.prompt_token_ids) + (request.sampling.max_tokens or 0), now)
+        self._entries[request.request_id] = entry
+        pool.queue.push(tenant.name, tenant.weight, entry.key, entry, PRIORITY_CLASSES[tenant.priority_class])
+        pool.queued_seconds += entry.seconds
 
-    def _entry(self, request: Request, now: float) -> _Entry:
+    def _entry(self, request: Request, tenant: Tenant, now: float) -> _Entry:
         self._num_submitted += 1
-        return _Entry(request, now, (now + request.priority * self.priority_weight, self._num_submitted))
+        key = now + tenant.priority(request.priority) * self.options.priority_weight, self._num_submitted
+        return _Entry(request, tenant, now, key)
+
+    def _reckon(self, entry: _Entry, pool: _Pool, now: float) -> None:
+        """Look it up, give it its place in the order, and refuse it if it would come too late."""
+        match = self._match(entry, pool, now)
+        group = next(iter(pool.placement.groups.values()))
+        num_cached = min(match.levels[0][0] * group.capacity.block_size if match.levels else 0, match.num_tokens - 1)
+        entry.seconds = group.prefill_seconds(match.num_tokens - num_cached, num_cached)
+        late = min(self.options.max_head_start, self.options.head_start_weight * entry.seconds)
+        entry.key = entry.key[0] + late, entry.key[1]
+        if entry.request.ttft_target is not None:
+            choice = pool.placement.choose(match, entry.key, now)
+            assert choice is not None
+            wait = choice.start + pool.wait
+            if wait + choice.seconds > entry.request.ttft_target:
+                raise _too_late(wait + choice.seconds, entry.request.ttft_target)
+
+    def _match(self, entry: _Entry, pool: _Pool, now: float) -> Match:
+        if entry.match is None or entry.matched_at != now:
+            request = entry.request
+            num_tokens = len(request.prompt_token_ids)
+            entry.match = pool.placement.match(request.block_hashes, num_tokens, request.sampling.max_tokens)
+            entry.matched_at = now
+        return entry.match
 
     def _dequeue(self, entry: _Entry) -> None:
-        queue = self._queues[entry.request.model]
-        queue.remove(entry)
-        if not queue:
-            del self._queues[entry.request.model]
+        pool = self._pools[entry.request.model]
+        pool.queue.remove(entry.tenant.name, entry.key)
+        pool.queued_seconds = pool.queued_seconds - entry.seconds if len(pool.queue) else 0.0
 
-    def cancel(self, request_id: str) -> str | None:
+    def cancel(self, request_id: str, now: float = 0.0) -> str | None:
         """The caller no longer wants it. Returns the group that has it, if one has."""
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return None
+        self.quotas.ended(entry.tenant, was_queued=entry.group_id is None)
         if entry.group_id is None:
             self._dequeue(entry)
         else:
-            self._groups[entry.group_id].outstanding.pop(request_id)
+            pool = self._groups[entry.group_id]
+            pool.count(entry.tenant, -1)
+            pool.placement.ended(pool.placement.groups[entry.group_id], request_id, now)
         return entry.group_id
 
     def group_of(self, request_id: str) -> str | None:
@@ -116,48 +269,132 @@ class Dispatcher:
         entry = self._entries.get(request_id)
         return entry.group_id if entry else None
 
-    def expire(self, arrived_before: float) -> list[str]:
-        """Drop requests that have waited since before this moment. Returns their ids."""
-        expired = [e.request.request_id for queue in self._queues.values() for e in queue if e.arrived < arrived_before]
-        for request_id in expired:
-            self.cancel(request_id)
+    def expire(self, now: float, max_queue_seconds: float) -> list[tuple[str, PagedRayError]]:
+        """Drop requests that have waited this long, or can no longer meet their deadline. Returns them and why."""
+        expired: list[tuple[str, PagedRayError]] = []
+        for pool in self._pools.values():
+            for entry in pool.queue.items():
+                if entry.deadline < now + entry.seconds:
+                    waited = now - entry.arrived + entry.seconds
+                    expired.append((entry.request.request_id, _too_late(waited, entry.request.ttft_target or 0.0)))
+                elif entry.arrived < now - max_queue_seconds:
+                    error = EngineDead(f"no worker group could take the request within {max_queue_seconds:g} s")
+                    expired.append((entry.request.request_id, error))
+        for request_id, _ in expired:
+            self.cancel(request_id, now)
         return expired
 
-    def finished(self, request_ids: Iterable[str]) -> None:
+    def finished(self, request_ids: Iterable[str], now: float = 0.0) -> None:
         """Groups report what they are done with."""
         for request_id in request_ids:
-            self.cancel(request_id)
+            self.cancel(request_id, now)
 
-    def dispatch(self) -> dict[str, list[Request]]:
-        """Assign what can be assigned now: group id -> its batch, in order."""
+    # -- decisions ----------------------------------------------------------------------------------------------------
+
+    def dispatch(self, now: float) -> dict[str, list[Request]]:
+        """Assign what can be assigned now: group id -> its batch, in order. See also `take_refused`."""
         batches: dict[str, list[Request]] = {}
-        for model, queue in list(self._queues.items()):
-            groups = {group_id: g for group_id, g in self._groups.items() if g.model == model}
-            while queue and groups:
-                entry = queue[0]
-                num_before, group_id = min((g.num_before(entry.key), group_id) for group_id, g in groups.items())
-                if num_before >= groups[group_id].window:
-                    break
-                self._dequeue(entry)
-                entry.group_id = group_id
-                groups[group_id].outstanding[entry.request.request_id] = entry.key
-                batches.setdefault(group_id, []).append(entry.request)
+        self.next_dispatch_at = float("inf")
+        for pool in self._pools.values():
+            if len(pool.queue) and pool.placement.groups:
+                self._dispatch_pool(pool, now, batches)
         return batches
+
+    def _dispatch_pool(self, pool: _Pool, now: float, batches: dict[str, list[Request]]) -> None:
+        lead = self.placement_options.lead_seconds
+        passed_over: dict[str, int] = {}
+        planned: dict[str, float] = {}  # seconds of work for which requests wait for a group by choice
+        num_held = 0
+        while num_held < self.options.lookahead and (found := pool.queue.next(passed_over)):
+            tenant, entry = found
+            match = self._match(entry, pool, now)
+            urgent = pool.is_light(entry.tenant)
+            reserve = 0.0
+            if not urgent and pool.queue.others_came(tenant, now - self.options.reserve_seconds):
+                reserve = self.options.reserve
+            choice = pool.placement.choose(match, entry.key, now, planned, reserve, urgent)
+            assert choice is not None
+            if now + choice.start + choice.seconds > entry.deadline:
+                self._refuse(entry, choice, now)
+            elif choice.start > lead and not urgent:
+                # Its place is there all the same: whoever comes after it sees that work ahead of its own.
+                planned[choice.group.group_id] = planned.get(choice.group.group_id, 0.0) + choice.seconds
+                passed_over[tenant] = passed_over.get(tenant, 0) + 1
+                num_held += 1
+                self.next_dispatch_at = min(self.next_dispatch_at, now + choice.start - lead)
+            else:
+                self._assign(entry, choice, match, pool, now, urgent)
+                batches.setdefault(choice.group.group_id, []).append(_as_sent(entry, urgent))
+
+    def _assign(self, entry: _Entry, choice: Choice, match: Match, pool: _Pool, now: float, urgent: bool) -> None:
+        options = self.options
+        self._dequeue(entry)
+        self.quotas.dispatched(entry.tenant)
+        pool.count(entry.tenant, 1)
+        entry.group_id, entry.match = choice.group.group_id, None
+        computed = match.num_tokens - choice.num_cached
+        cost = options.input_weight * computed + options.cached_weight * choice.num_cached
+        pool.queue.charge(entry.tenant.name, cost)
+        pool.placement.place(entry.request.request_id, choice, match, entry.key, now, urgent)
+
+    def _refuse(self, entry: _Entry, choice: Choice, now: float) -> None:
+        self.cancel(entry.request.request_id, now)
+        took = now - entry.arrived + choice.start + choice.seconds
+        error = _too_late(took, entry.request.ttft_target or 0.0)
+        self._refused.append((entry.request.request_id, error))
+
+    def take_refused(self) -> list[tuple[str, PagedRayError]]:
+        """Requests that `dispatch` gave up since the last call, and why."""
+        refused, self._refused = self._refused, []
+        return refused
 
     # -- watching -----------------------------------------------------------------------------------------------------
 
     def num_queued(self) -> dict[str, int]:
         """Requests that wait, by model; models without any are left out."""
-        return {model: len(queue) for model, queue in self._queues.items()}
+        return {model: len(pool.queue) for model, pool in self._pools.items() if len(pool.queue)}
+
+    def rate_limits(self, tenant: str, now: float) -> RateLimits:
+        return self.quotas.limits(self.quotas.directory.get(tenant), now)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the books do not balance."""
-        queued = {e.request.request_id for q in self._queues.values() for e in q}
-        outstanding = [r for g in self._groups.values() for r in g.outstanding]
+        self.index.check_integrity()
+        self.quotas.check_integrity()
+        queued: list[str] = []
+        outstanding: list[str] = []
+        for pool in self._pools.values():
+            pool.queue.check_integrity()
+            assert len(pool.queue) <= self.max_queued_requests
+            queued += [e.request.request_id for e in pool.queue.items()]
+            assert abs(pool.queued_seconds - sum(e.seconds for e in pool.queue.items())) < 1e-6
+            for group in pool.placement.groups.values():
+                assert self._groups[group.group_id] is pool
+                assert all(self._entries[r].group_id == group.group_id for r in group.requests)
+                assert len(group.unseen) <= len(group.requests)
+                outstanding += group.requests
+            assert sum(num for num, _ in pool.in_flight.values()) == sum(
+                len(g.requests) for g in pool.placement.groups.values()
+            )
+        assert len(set(queued)) == len(queued), "a request waits twice"
         assert len(set(outstanding)) == len(outstanding), "a request is with two groups"
-        assert queued | set(outstanding) == set(self._entries) and not queued & set(outstanding)
-        for queue in self._queues.values():
-            assert len(queue) <= self.max_queued_requests
-            assert queue == sorted(queue, key=lambda e: e.key)
-        for group_id, group in self._groups.items():
-            assert all(self._entries[r].group_id == group_id for r in group.outstanding)
+        assert set(queued) | set(outstanding) == set(self._entries) and not set(queued) & set(outstanding)
+        counts: dict[str, list[int]] = {}
+        for entry in self._entries.values():
+            count = counts.setdefault(entry.tenant.name, [0, 0])
+            count[0] += entry.group_id is None
+            count[1] += 1
+        for tenant, count in counts.items():
+            assert self.quotas.counts(tenant) == tuple(count), f"{tenant}: {count} requests, other ones in the books"
+
+
+def _as_sent(entry: _Entry, urgent: bool) -> Request:
+    """The request as its group gets it: its priority within the class, and a level better for a tenant that has less
+    than its share. So its group, too, computes it first: it waits for nobody else's long prompt."""
+    priority = entry.tenant.priority(entry.request.priority) - urgent
+    return entry.request if priority == entry.request.priority else replace(entry.request, priority=priority)
+
+
+def _too_late(seconds: float, target: float) -> DeadlineUnmeetable:
+    message = f"the first token would come after about {seconds:.2f} s; ttft_target is {target:g} s"
+    return DeadlineUnmeetable(message, max(1.0, seconds - target))

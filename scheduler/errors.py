@@ -4,13 +4,18 @@
     ├── InvalidRequest               400  the client's fault: names the parameter
     │   ├── ContextLengthExceeded    400  prompt and max_tokens do not fit the context
     │   └── ModelNotFound            404  no such model here
+    ├── InvalidApiKey                401  keys are configured, and this is none of them
     ├── Overloaded                   429  a queue is at its bound; carries Retry-After
+    │   ├── RateLimited              429  the tenant has used what its limits allow; carries what is left
+    │   └── DeadlineUnmeetable       429  the first token cannot come within the asked time: refused early, not late
     ├── EngineDead                   503  the worker group that held the request is gone; safe to retry
     ├── ConfigError                  500  a setting is wrong; raised at start, names key, value and what would be right
     └── CheckpointError              500  a model's files are missing, damaged or not supported
 
 Every exception here can be pickled: its constructor takes the values it shows, in `args`.
 """
+
+from typing import Any
 
 
 class PagedRayError(Exception):
@@ -65,6 +70,30 @@ class Overloaded(PagedRayError):
     @property
     def retry_after(self) -> float:
         return self.args[1]
+
+
+class InvalidApiKey(PagedRayError):
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+
+class RateLimited(Overloaded):
+    """A tenant's limit is reached. `limits` is a `tenants.RateLimits`, where the tenant has limits a minute."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, retry_after: float = 1.0, limits: Any = None):
+        super().__init__(message, retry_after)
+        self.args = (message, retry_after, limits)
+
+    @property
+    def limits(self) -> Any:
+        return self.args[2]
+
+
+class DeadlineUnmeetable(Overloaded):
+    code = "deadline_unmeetable"
 
 
 class EngineDead(PagedRayError):

@@ -160,6 +160,8 @@ class Request:
     priority: int = 0  # lower goes first, as in vLLM
     tenant: str = "default"
     cache_salt: str = ""  # requests share cached prefixes only with the same salt
+    block_hashes: tuple[bytes, ...] = ()  # of the prompt's full blocks; without them it is placed by load alone
+    ttft_target: float | None = None  # seconds to the first token, past which it is worth nothing
 
 
 @dataclass(frozen=True, slots=True)

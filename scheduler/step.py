@@ -200,8 +200,9 @@ class StepScheduler:
         """Tokens of this step for each running sequence.
 
         Sequences that need one token (decodes) go first, the longest unserved ahead, but leave a quarter of the
-        budget to prefills. Of the prefills the first in order may take half, the rest goes to the shortest: so a long
-        prompt does not hold up short ones, a flood of short ones does not stop a long one, and decodes run on.
+        budget to prefills. Of the prefills the first in order may take half, the rest goes to the shortest of the best
+        priority: so a long prompt does not hold up short ones, a flood of short ones does not stop a long one, a better
+        priority does not share with a worse one, and decodes run on.
         """
         ready = [s for s in self._running if not s.awaits_token]
         decodes = [s for s in ready if s.num_uncomputed_tokens == 1]
@@ -217,7 +218,7 @@ class StepScheduler:
             first = prefills[0]
             shares[first.seq_id] = min(first.num_uncomputed_tokens, (budget + 1) // 2)
             budget -= shares[first.seq_id]
-        for seq in sorted(prefills, key=lambda s: (s.num_uncomputed_tokens, s.key)):
+        for seq in sorted(prefills, key=lambda s: (s.request.priority, s.num_uncomputed_tokens, s.key)):
             share = min(seq.num_uncomputed_tokens - shares.get(seq.seq_id, 0), budget)
             shares[seq.seq_id] = shares.get(seq.seq_id, 0) + share
             budget -= share
@@ -273,7 +274,7 @@ class StepScheduler:
         # Findable from now on: steps run in order, so whoever shares these blocks reads them after they are written.
         seq.extend_hashes(self.block_size)
         for i in range(first_new, seq.num_computed_tokens // self.block_size):
-            self.pool.cache(seq.block_ids[i], seq.block_hashes[i])
+            self.pool.cache(seq.block_ids[i], seq.block_hashes[i], seq.block_hashes[i - 1] if i else None)
         return share
 
     def _preempt(self, seq: Sequence) -> None:

@@ -102,3 +102,30 @@ def test_caching_can_be_switched_off():
     (block,) = pool.allocate(1)
     pool.cache(block, b"x")
     assert pool.lookup([b"x"]) == []
+
+
+def test_what_continues_a_lost_prefix_is_lost_too():
+    pool = BlockPool(4, 2)
+    first, double, tail = pool.allocate(3)
+    pool.cache(first, b"a")
+    pool.cache(double, b"a")  # computed twice at the same time: the first stays known
+    pool.cache(tail, b"ab", b"a")
+    assert pool.take_changes() == ([b"a", b"ab"], [])
+    pool.release([first])
+    pool.allocate(2)  # takes the place of a
+    assert pool.lookup([b"a", b"ab"]) == [] and pool.num_cached == 0
+    assert sorted(pool.take_changes()[1]) == [b"a", b"ab"]
+    pool.cache(tail, b"ab", b"a")
+    assert pool.num_cached == 0
+    pool.check_integrity()
+
+
+def test_changes_are_told_once_and_come_and_go_is_none():
+    pool = BlockPool(1, 2)
+    (block,) = pool.allocate(1)
+    pool.cache(block, b"a")
+    pool.release([block])
+    pool.allocate(1)
+    assert pool.take_changes() == ([], [])
+    pool.cache(block, b"b")
+    assert pool.cached_hashes() == [b"b"] and pool.take_changes() == ([], [])
