@@ -12,6 +12,7 @@ from ray.actor import ActorHandle
 
 from ..scheduler.errors import EngineDead, PagedRayError
 from ..scheduler.request import Request, SequenceOutput
+from ..scheduler.tenants import RateLimits, Tenant
 from .config import SchedulerOptions
 from .global_scheduler import CALL_TIMEOUT, Assignments, ClusterStats, group_gone
 from .token_stream import StreamAddress, TokenFrame, read_frames
@@ -43,6 +44,7 @@ class ClusterClient:
         self.scheduler = scheduler
         self.ingress_id = uuid.uuid4().hex
         self._seen = ("", 0)  # the scheduler's epoch, and the number of its last news that came here
+        self.rate_limits: dict[str, RateLimits] = {}  # tenant -> what was left when the scheduler last said so
         self._streams: dict[str, _Stream] = {}
         self._leaders: dict[str, ActorHandle] = {}
         self._readers: dict[str, asyncio.Task] = {}  # by group id
@@ -79,8 +81,8 @@ class ClusterClient:
     async def stats(self) -> ClusterStats:
         return await self._call("stats")
 
-    async def configure(self, options: SchedulerOptions) -> None:
-        await self._call("configure", options)
+    async def configure(self, options: SchedulerOptions, tenants: tuple[Tenant, ...] = ()) -> None:
+        await self._call("configure", options, tenants)
 
     # -- tasks: each runs while it has something to do ----------------------------------------------------------------
 
@@ -167,6 +169,7 @@ class ClusterClient:
     def _take(self, assignments: Assignments) -> None:
         self._seen = assignments.epoch, assignments.number
         self._leaders.update(assignments.groups)
+        self.rate_limits.update(assignments.rate_limits)
         for request_id, group_id in assignments.assigned:
             stream = self._streams.get(request_id)
             if stream is not None:

@@ -6,6 +6,8 @@
         deployment_config: {num_replicas: 2}          # Ray Serve's deployment options
     ingress: {num_replicas: 1}                        # Ray Serve's deployment options
     scheduler: {max_queued_requests: 1024}
+    tenants:                                          # without any, everybody may do everything
+      - {name: acme, api_keys: [sk-…], weight: 2.0, requests_per_minute: 600}
 
 What Serve LLM takes and we can honor is taken; the rest is refused with its path and the reason, never dropped in
 silence. Settings of vLLM's engine that change nothing here are taken with one logged line.
@@ -14,6 +16,7 @@ Importing this module loads neither torch nor Ray.
 
 import copy
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
@@ -23,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from ..scheduler.errors import ConfigError
 from ..scheduler.names import nearest
+from ..scheduler.tenants import Tenant, TenantDirectory, hash_key
 from ..workers.config import EngineConfig
 from .text.reasoning import READERS
 
@@ -59,6 +63,7 @@ class ApplicationConfig:
     models: tuple[ModelDeployment, ...]
     ingress: dict[str, Any] = field(default_factory=dict)  # options of the ingress deployment that the user set
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+    tenants: tuple[Tenant, ...] = ()
 
     @classmethod
     def parse(cls, args: Any) -> "ApplicationConfig":
@@ -87,7 +92,12 @@ class ApplicationConfig:
             if replicas > ingress.get("num_replicas", 0) and "autoscaling_config" not in ingress:
                 ingress["num_replicas"] = replicas
         scheduler = _read(_Scheduler, root.scheduler, "scheduler")
-        return cls(tuple(models), ingress, SchedulerOptions(**scheduler.model_dump()))
+        tenants = tuple(_tenant(raw, f"tenants[{i}]", seen) for i, raw in enumerate(root.tenants))
+        names = [t.name for t in tenants]
+        if twice := next((n for n in names if names.count(n) > 1), None):
+            raise ConfigError(f"tenants has {twice!r} twice: names must differ")
+        TenantDirectory(tenants)  # says where two have the same key
+        return cls(tuple(models), ingress, SchedulerOptions(**scheduler.model_dump()), tenants)
 
     @staticmethod
     def for_model(model: str, served_model_name: str | None = None, engine_kwargs: dict | None = None) -> dict:
@@ -129,12 +139,40 @@ class _Application(_Section):
     ingress: dict[str, Any] = {}
     ingress_deployment_config: dict[str, Any] = {}  # Serve LLM's name for `ingress`
     scheduler: dict[str, Any] = {}
+    tenants: list[Any] = []
     refused = {"ingress_cls_config": "PagedRay has its own ingress"}
 
 
 class _Scheduler(_Section):
     max_queued_requests: int = Field(SchedulerOptions.max_queued_requests, ge=1)
     max_queue_seconds: float = Field(SchedulerOptions.max_queue_seconds, gt=0)
+
+
+class _TenantSection(_Section):
+    name: str = Field(min_length=1)
+    api_keys: list[Annotated[str, Field(min_length=8)]] = []
+    api_key_hashes: list[str] = []  # SHA-256, in hex
+    weight: float = Field(1.0, gt=0)
+    max_concurrent_requests: int | None = Field(None, ge=1)
+    requests_per_minute: int | None = Field(None, ge=1)
+    tokens_per_minute: int | None = Field(None, ge=1)
+    max_queued_requests: int | None = Field(None, ge=1)
+    models: list[str] = []
+    priority_class: str = "standard"
+    cache_salt: str = ""
+
+
+def _tenant(raw: Any, path: str, models: Iterable[str]) -> Tenant:
+    """The tenant of one section. Of its keys, hashes are kept."""
+    fields = _read(_TenantSection, raw, path).model_dump()
+    for model in fields["models"]:
+        if model not in models:
+            raise ConfigError(f"{path}.models has {model!r}, which is not served{nearest(model, models)}")
+    hashes = (*map(hash_key, fields.pop("api_keys")), *fields.pop("api_key_hashes"))
+    try:
+        return Tenant(**{**fields, "models": tuple(fields["models"]), "key_hashes": hashes})
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 class _LLMConfig(_Section):

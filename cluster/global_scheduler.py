@@ -11,7 +11,7 @@ import math
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -19,9 +19,11 @@ from ray.actor import ActorHandle
 
 from ..scheduler.dispatcher import Dispatcher
 from ..scheduler.errors import EngineDead, PagedRayError
-from ..scheduler.placement import GroupCapacity
+from ..scheduler.placement import GroupCapacity, GroupLoad
+from ..scheduler.prefix_index import BlockEvents
 from ..scheduler.request import Request
 from ..scheduler.step import SchedulerStats
+from ..scheduler.tenants import RateLimits, Tenant, TenantDirectory
 from .config import SchedulerOptions
 
 logger = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ class Assignments:
     assigned: tuple[tuple[str, str], ...] = ()  # request id, group id
     failed: tuple[tuple[str, PagedRayError], ...] = ()
     groups: tuple[tuple[str, ActorHandle], ...] = ()
+    rate_limits: tuple[tuple[str, RateLimits], ...] = ()  # of tenants whose requests were just submitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +68,10 @@ class GroupInfo:
 
     group_id: str
     model: str
-    window: int  # requests it takes at a time, running ones included
+    capacity: GroupCapacity
     max_model_len: int  # tokens
     leader: ActorHandle
+    num_received: int = 0  # requests it was ever given
     requests: tuple[tuple[str, Request], ...] = ()  # ingress id and request, of what it has already
 
 
@@ -76,6 +80,9 @@ class GroupReport:
     group_id: str
     finished: tuple[str, ...]  # request ids
     stats: SchedulerStats
+    load: GroupLoad | None = None
+    blocks: tuple[BlockEvents, ...] = ()  # in order
+    served: tuple[tuple[str, int], ...] = ()  # tenant, tokens made for it since the last report
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +91,7 @@ class GroupStatus:
     model: str
     max_model_len: int  # tokens
     stats: SchedulerStats | None  # its last report
+    block_size: int = 0  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +113,7 @@ class GlobalScheduler:
         self.epoch = uuid.uuid4().hex
         self.max_queue_seconds = SchedulerOptions().max_queue_seconds
         self.dispatcher = Dispatcher()
+        self.tenants: tuple[Tenant, ...] = ()
         self.groups: dict[str, GroupInfo] = {}
         self.reports: dict[str, SchedulerStats] = {}
         self.last_heard: dict[str, float] = {}  # group id -> when it last reported
@@ -120,8 +129,11 @@ class GlobalScheduler:
 
     # -- what ingresses call ------------------------------------------------------------------------------------------
 
-    async def configure(self, options: SchedulerOptions) -> None:
-        """Set the queue's bounds. Ingresses repeat it, so that a restarted scheduler has them too."""
+    async def configure(self, options: SchedulerOptions, tenants: tuple[Tenant, ...] = ()) -> None:
+        """Set the queue's bounds and the tenants. Ingresses repeat it, so that a restarted scheduler has them too."""
+        if tenants != self.tenants:
+            self.tenants = tenants
+            self.dispatcher.quotas.replace(TenantDirectory(tenants))
         self.dispatcher.max_queued_requests = options.max_queued_requests
         self.max_queue_seconds = options.max_queue_seconds
 
@@ -141,7 +153,10 @@ class GlobalScheduler:
             if group_id is not None:
                 self._tell(ingress_id, request.request_id, group_id)
         self._dispatch()
-        return self._take_news(ingress_id, seen)
+        now = time.monotonic()
+        limits = {r.tenant: self.dispatcher.rate_limits(r.tenant, now) for r in requests}
+        limited = tuple((t, left) for t, left in limits.items() if left != RateLimits())
+        return replace(self._take_news(ingress_id, seen), rate_limits=limited)
 
     async def assignments(self, ingress_id: str, seen: tuple[str, int]) -> Assignments:
         """Wait for news of queued requests, a few seconds at most."""
@@ -169,7 +184,7 @@ class GlobalScheduler:
     async def stats(self) -> ClusterStats:
         self.last_called = time.monotonic()
         groups = tuple(
-            GroupStatus(g.group_id, g.model, g.max_model_len, self.reports.get(g.group_id))
+            GroupStatus(g.group_id, g.model, g.max_model_len, self.reports.get(g.group_id), g.capacity.block_size)
             for g in self.groups.values()
         )
         return ClusterStats(self.dispatcher.num_queued(), groups)
@@ -181,8 +196,9 @@ class GlobalScheduler:
         self.groups[info.group_id] = info
         self.last_heard[info.group_id] = time.monotonic()
         running = [request for _, request in info.requests]
-        capacity = GroupCapacity(info.window)
-        elsewhere = self.dispatcher.add_group(info.group_id, info.model, capacity, time.monotonic(), running)
+        elsewhere = self.dispatcher.add_group(
+            info.group_id, info.model, info.capacity, time.monotonic(), running, info.num_received
+        )
         for ingress_id, request in info.requests:
             if request.request_id not in elsewhere:
                 self.ingress_of[request.request_id] = ingress_id
@@ -198,9 +214,15 @@ class GlobalScheduler:
             return False
         self.reports[report.group_id] = report.stats
         self.last_heard[report.group_id] = self.last_called = time.monotonic()
+        if not all([self.dispatcher.block_events(report.group_id, events) for events in report.blocks]):
+            self._spawn(self._call_leader(report.group_id, "send_snapshot", None))
+        for tenant, tokens in report.served:
+            self.dispatcher.served(self.groups[report.group_id].model, tenant, tokens)
         for request_id in report.finished:
             self.ingress_of.pop(request_id, None)
         self.dispatcher.finished(report.finished, time.monotonic())
+        if report.load is not None:
+            self.dispatcher.report(report.group_id, report.load, time.monotonic())
         self._dispatch()
         return True
 

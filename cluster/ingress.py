@@ -3,15 +3,17 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
 
-from ..scheduler.errors import EngineDead, PagedRayError
+from ..scheduler.block_pool import hash_prompt, root_hash
+from ..scheduler.errors import EngineDead, PagedRayError, RateLimited
 from ..scheduler.request import Request, SequenceOutput
+from ..scheduler.tenants import TenantDirectory
 from ..workers.checkpoint.locate import read_config
 from . import global_scheduler
 from .cluster_client import ClusterClient
@@ -20,6 +22,7 @@ from .global_scheduler import ClusterStats
 from .http_server import HttpServer, ListenAddress
 from .metrics import RequestMetrics
 from .openai.router import ServedModel, build_app
+from .openai.tenancy import current_tenant
 from .text.tokenizer import Tokenizer
 from .text.tool_calls import detect_parser
 
@@ -30,14 +33,26 @@ _PROBE_SECONDS = 3.0  # /health and /metrics answer in about this time, whatever
 
 
 class MeasuredEngine:
-    """An `EngineClient` that counts and times what passes through another."""
+    """An `EngineClient` that stamps requests with whose they are, and counts and times what passes through another."""
 
-    def __init__(self, engine: ClusterClient, metrics: RequestMetrics):
+    def __init__(self, engine: ClusterClient, metrics: RequestMetrics, block_size: Callable[[str], int] = lambda _: 0):
+        """`block_size` gives the tokens in a KV block of a model's groups; 0: not known yet."""
         self.engine = engine
         self.metrics = metrics
+        self.block_size = block_size
+
+    def _stamp(self, request: Request) -> Request:
+        """Identity comes from the key alone. A salt that the caller asks for narrows the tenant's, never widens it."""
+        tenant = current_tenant.get()
+        salt, size = tenant.salt(request.cache_salt), self.block_size(request.model)
+        hashes = hash_prompt(request.prompt_token_ids, size, root_hash(request.model, salt)) if size else ()
+        return replace(request, tenant=tenant.name, cache_salt=salt, block_hashes=hashes)
 
     async def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
-        metrics, model = self.metrics, request.model
+        request = self._stamp(request)
+        metrics, model, tenant = self.metrics, request.model, request.tenant
+        metrics.tenant_tokens.labels(tenant, "prompt").inc(len(request.prompt_token_ids))
+        tenant_generated = metrics.tenant_tokens.labels(tenant, "generation")
         began = last = time.monotonic()
         first = True
         metrics.prompt_tokens.labels(model).inc(len(request.prompt_token_ids))
@@ -55,6 +70,7 @@ class MeasuredEngine:
                         inter_token.observe(now - last)
                     last = now
                     generated.inc(len(output.token_ids))
+                    tenant_generated.inc(len(output.token_ids))
                     if output.finish_reason:
                         reason = output.finish_reason
                         metrics.e2e.labels(model).observe(now - began)
@@ -62,6 +78,9 @@ class MeasuredEngine:
             except PagedRayError as error:
                 reason = ""
                 metrics.failed.labels(model, error.code or error.type).inc()
+                if isinstance(error, RateLimited):
+                    metrics.tenant_limited.labels(tenant).inc()
+                    logger.info("tenant %s: %s", tenant, error)
                 raise
             finally:
                 await outputs.aclose()
@@ -83,6 +102,7 @@ class Ingress:
         self.client = ClusterClient(global_scheduler.connect(serve.get_replica_context().app_name))
         self.metrics = RequestMetrics()
         self.cluster = ClusterStats({}, ())
+        self.block_sizes: dict[str, int] = {}  # by model, as their groups have it
         self.models = {m.model_id: await asyncio.to_thread(self._load, m) for m in config.models}
         self._refresher = asyncio.create_task(self._refresh_for_ever())
         self.http = HttpServer(self.__serve_build_asgi_app__(), listen) if listen else None
@@ -103,11 +123,18 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return build_app(
-            models=lambda: self.models,
-            engine=MeasuredEngine(self.client, self.metrics),
+            models=self._models,
+            engine=MeasuredEngine(self.client, self.metrics, lambda model: self.block_sizes.get(model, 0)),
             health=self._health,
             metrics=self._render_metrics,
+            tenants=TenantDirectory(self.config.tenants),
+            limits=lambda tenant: self.client.rate_limits.get(tenant.name),
         )
+
+    def _models(self) -> dict[str, ServedModel]:
+        """Those that the caller may use: to it, there are no others."""
+        allowed = current_tenant.get().models
+        return {name: m for name, m in self.models.items() if name in allowed} if allowed else self.models
 
     def check_health(self) -> None:
         if self.http is not None:
@@ -120,7 +147,7 @@ class Ingress:
     async def _refresh_for_ever(self) -> None:
         while True:
             try:
-                await self.client.configure(self.config.scheduler)
+                await self.client.configure(self.config.scheduler, self.config.tenants)
                 self._take(await self.client.stats())
             except Exception:
                 logger.exception("the state of the cluster could not be read")
@@ -129,6 +156,7 @@ class Ingress:
     def _take(self, cluster: ClusterStats) -> None:
         self.cluster = cluster
         for group in cluster.groups:
+            self.block_sizes[group.model] = group.block_size
             model = self.models.get(group.model)
             if model is not None and model.max_model_len != group.max_model_len:
                 self.models[group.model] = replace(model, max_model_len=group.max_model_len)

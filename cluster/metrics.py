@@ -24,6 +24,15 @@ class RequestMetrics:
         self.failed = Counter("pagedray:request_failed", "Failed sequences.", [*labels, "code"], registry=registry)
         self.prompt_tokens = Counter("pagedray:prompt_tokens", "Prompt tokens.", labels, registry=registry)
         self.generation_tokens = Counter("pagedray:generation_tokens", "Generated tokens.", labels, registry=registry)
+        self.tenant_tokens = Counter(
+            "pagedray:tenant_tokens",
+            "Tokens by tenant, prompt or generation.",
+            ["tenant", "kind"],
+            registry=registry,
+        )
+        self.tenant_limited = Counter(
+            "pagedray:tenant_rate_limited", "Sequences that a tenant's limits refused.", ["tenant"], registry=registry
+        )
         self.in_flight = Gauge("pagedray:num_requests_in_flight", "Sequences being served.", labels, registry=registry)
         self.ttft = Histogram(
             "pagedray:time_to_first_token_seconds",

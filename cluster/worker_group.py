@@ -15,13 +15,16 @@ import sys
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
 
 from ..scheduler.errors import EngineDead, PagedRayError
+from ..scheduler.placement import GroupLoad
+from ..scheduler.prefix_index import BlockEvents
 from ..scheduler.request import Request, SequenceOutput
 from ..workers.config import EngineConfig
 from . import global_scheduler
@@ -34,7 +37,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 _REPORT_SECONDS = 0.5
+_COUNT_SECONDS = 0.1  # how often the load is counted while nothing ends
 _STUCK_SECONDS = 60.0  # a step that takes longer than this is taken for a hang
 _WATCH_SECONDS = 1.0  # how often a leader tells its replica that all is well
 _SILENCE_SECONDS = 4.0  # a leader that has not told for so long is taken for dead
@@ -56,6 +62,13 @@ class Leader:
         self.places = places
         self.requests: dict[str, tuple[str, Request]] = {}  # request id -> ingress id, request; unfinished ones
         self.finished: list[str] = []  # not reported yet
+        self.load_now: GroupLoad | None = None
+        self._num_received = 0
+        self._tokens_made: dict[str, int] = {}  # by tenant, since they were last counted
+        # From the engine's thread to the reporter, in order.
+        self._served: deque[tuple[str, int]] = deque()
+        self._blocks: deque[BlockEvents] = deque()
+        self._counted_at = 0.0
         self.error: BaseException | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._step_began: float | None = None
@@ -81,6 +94,7 @@ class Leader:
     # -- what the scheduler and ingresses call ------------------------------------------------------------------------
 
     async def add_requests(self, batch: Sequence[tuple[str, Request]]) -> None:
+        self._num_received += len(batch)
         for ingress_id, request in batch:
             self.requests[request.request_id] = ingress_id, request
             self.tokens.outbox(ingress_id).request_ids.add(request.request_id)
@@ -93,6 +107,10 @@ class Leader:
         for request_id in request_ids:
             self._ended(request_id)
         self._inbox.put(lambda: self._abort_in_engine(request_ids))
+
+    async def send_snapshot(self, _: None) -> None:
+        """The scheduler has missed something of the cache's changes: tell it everything."""
+        self._inbox.put(self._take_snapshot)
 
     async def open_stream(self, ingress_id: str) -> StreamAddress:
         """Where the ingress finds its tokens from now on."""
@@ -144,13 +162,29 @@ class Leader:
                 self._step_began = None
                 self._send(outputs)
                 self.stats = self.engine.stats()
-                if ended := [o.request_id for o in outputs if o.finish_reason]:
+                ended = [o.request_id for o in outputs if o.finish_reason]
+                if ended or time.monotonic() > self._counted_at + _COUNT_SECONDS:
+                    self._count()
+                if ended:
                     self.loop.call_soon_threadsafe(self._all_ended, ended)
         except BaseException as error:  # whatever it is, nobody else would tell
             logger.exception("the engine of group %s stopped", self.group_id)
             self.loop.call_soon_threadsafe(self._die, error)
 
+    def _count(self) -> None:
+        self._counted_at = time.monotonic()
+        self.load_now = self.engine.load()
+        self._served.extend(self._tokens_made.items())
+        self._tokens_made.clear()
+        if (events := self.engine.take_block_events()) is not None:
+            self._blocks.append(events)
+
+    def _take_snapshot(self) -> None:
+        self._blocks.append(self.engine.block_snapshot())
+        self.loop.call_soon_threadsafe(self._wake_reporter.set)
+
     def _add_to_engine(self, requests: Sequence[Request]) -> None:
+        self.engine.received(len(requests))
         for request in requests:
             try:
                 self.engine.add_request(request)
@@ -161,13 +195,16 @@ class Leader:
         for request_id in request_ids:
             self.engine.abort_request(request_id)
         self.stats = self.engine.stats()
+        self._count()
         self.loop.call_soon_threadsafe(self._wake_reporter.set)
 
     def _send(self, outputs: Sequence[SequenceOutput]) -> None:
         by_ingress: dict[str, list[SequenceOutput]] = {}
         for output in outputs:
-            ingress_id, _ = self.requests.get(output.request_id, (None, None))
-            if ingress_id is not None:  # else it was aborted while the step ran
+            ingress_id, request = self.requests.get(output.request_id, (None, None))
+            if ingress_id is not None and request is not None:  # else it was aborted while the step ran
+                made = self._tokens_made.get(request.tenant, 0)
+                self._tokens_made[request.tenant] = made + len(output.token_ids)
                 by_ingress.setdefault(ingress_id, []).append(output)
         for ingress_id, theirs in by_ingress.items():
             self.tokens.outbox(ingress_id).send(TokenFrame(tuple(theirs)))
@@ -221,12 +258,14 @@ class Leader:
         info = GroupInfo(
             group_id=self.group_id,
             model=self.model,
-            window=2 * self.config.max_num_seqs,
+            capacity=self.engine.capacity(window=2 * self.config.max_num_seqs),
+            num_received=self._num_received,
             max_model_len=self.engine.max_model_len,
             leader=ray.get_runtime_context().current_actor,
             requests=tuple(self.requests.values()),
         )
         await asyncio.wait_for(self.scheduler.register_group.remote(info), CALL_TIMEOUT)
+        self._inbox.put(self._take_snapshot)  # and the index is complete again with the next report
 
     async def _report_for_ever(self) -> None:
         """Tell the scheduler what has finished, at once, and how full the group is, at least twice a second."""
@@ -241,7 +280,8 @@ class Leader:
                 return
             self.tokens.beat()
             finished, self.finished = self.finished, []
-            report = GroupReport(self.group_id, tuple(finished), self.stats)
+            blocks, served = _drain(self._blocks), _drain(self._served)
+            report = GroupReport(self.group_id, tuple(finished), self.stats, self.load_now, blocks, served)
             try:
                 known: bool = await asyncio.wait_for(self.scheduler.report.remote(report), CALL_TIMEOUT)
                 if not known and self.error is None:
@@ -250,6 +290,10 @@ class Leader:
                 self.finished = finished + self.finished
                 logger.warning("group %s cannot reach the global scheduler: %r", self.group_id, error)
                 await asyncio.sleep(_REPORT_SECONDS)
+
+
+def _drain(items: deque[_T]) -> tuple[_T, ...]:
+    return tuple(items.popleft() for _ in range(len(items)))
 
 
 def _say(line: str) -> None:

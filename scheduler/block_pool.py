@@ -20,6 +20,15 @@ def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     return hashlib.blake2b(array("I", token_ids).tobytes(), digest_size=16, key=parent).digest()
 
 
+def hash_prompt(token_ids: Sequence[int], block_size: int, root: BlockHash) -> tuple[BlockHash, ...]:
+    """The hashes of all full blocks of a prompt under this root."""
+    hashes, parent = [], root
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        parent = hash_block(parent, token_ids[start : start + block_size])
+        hashes.append(parent)
+    return tuple(hashes)
+
+
 class BlockPool:
     """Owns block ids 0..num_blocks-1: reference counts, and for free blocks the order in which to evict them.
 

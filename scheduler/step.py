@@ -18,7 +18,9 @@ from bisect import insort
 from dataclasses import dataclass
 
 from .block_pool import BlockHash, BlockPool
+from .cost_model import CostModel
 from .errors import ConfigError, ContextLengthExceeded, InvalidRequest
+from .placement import GroupLoad
 from .plan import NewSequence, ScheduledSequence, StepPlan, StepResult
 from .request import Request, SequenceOutput
 from .sequence import Sequence
@@ -356,6 +358,22 @@ class StepScheduler:
             prefix_cache_hits=self._prefix_cache_hits,
             num_steps=self._step_id,
         )
+
+    def load(self, num_received: int, cost: CostModel) -> GroupLoad:
+        """What the global scheduler must know to place requests; `cost` as this group's steps measure it."""
+        size = self.block_size
+        decodes = [s for s in self._running if s.num_uncomputed_tokens <= 1]
+        beside = self.max_num_batched_tokens, len(decodes), sum(len(s.token_ids) for s in decodes)
+        backlog, tokens = 0.0, 0
+        for seq in self._running:
+            if seq.num_uncomputed_tokens > 1:
+                backlog += cost.chunked_prefill_seconds(seq.num_uncomputed_tokens, seq.num_computed_tokens, *beside)
+        for seq in self._waiting:
+            known = min(len(self.pool.lookup(seq.block_hashes)) * size, len(seq.token_ids) - 1)
+            backlog += cost.chunked_prefill_seconds(len(seq.token_ids) - known, known, *beside)
+            tokens += len(seq.token_ids)
+        used = (self.pool.num_blocks - self.pool.num_free) * size + tokens
+        return GroupLoad(num_received, backlog, len(decodes), beside[2], used, cost)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the books do not balance."""

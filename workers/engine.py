@@ -3,7 +3,11 @@
 import time
 from collections.abc import Callable
 
+from ..scheduler.cost_model import CostFitter, StepWork
 from ..scheduler.errors import InvalidRequest
+from ..scheduler.placement import GroupCapacity, GroupLoad
+from ..scheduler.plan import StepPlan
+from ..scheduler.prefix_index import BlockEvents, pack
 from ..scheduler.request import Request, SequenceOutput
 from ..scheduler.step import SchedulerStats, StepScheduler
 from .checkpoint.load import Progress
@@ -40,6 +44,11 @@ class Engine:
             max_in_flight=self.executor.max_in_flight,
         )
 
+        self._fitter = CostFitter()
+        self._num_received = 0
+        self._num_batches = 0  # of block events
+        self._num_decode_steps = 0
+
     @property
     def max_model_len(self) -> int:
         return self.executor.max_model_len
@@ -65,6 +74,10 @@ class Engine:
             )
         self.scheduler.add(request, self.clock())
 
+    def received(self, count: int) -> None:
+        """So many requests were given to this group, whether they could run or not."""
+        self._num_received += count
+
     def abort_request(self, request_id: str) -> bool:
         return self.scheduler.abort(request_id)
 
@@ -77,6 +90,7 @@ class Engine:
         Returns what sequences gained; empty while prompts are still being read. Raises `EngineDead` where a rank is
         lost: this engine is of no more use then.
         """
+        began, plan = self.clock(), None
         while self.scheduler.num_in_flight < self.executor.max_in_flight:
             plan = self.scheduler.schedule()
             if plan is None:
@@ -84,7 +98,52 @@ class Engine:
             self.executor.submit(plan)
         if not self.scheduler.num_in_flight:
             return []
-        return self.scheduler.update(self.executor.collect())
+        outputs = self.scheduler.update(self.executor.collect())
+        if plan is not None and self.executor.max_in_flight == 1:  # several at a time say nothing about one
+            self._learn(plan, self.clock() - began)
+        return outputs
+
+    def _learn(self, plan: StepPlan, seconds: float) -> None:
+        """What steps take. Those that only decode are much alike: every eighth will do."""
+        prefills = [s for s in plan.scheduled if s.num_tokens > 1]
+        if not plan.scheduled:
+            return
+        if not prefills:
+            self._num_decode_steps += 1
+            if self._num_decode_steps % 8:
+                return
+        context = sum(s.num_tokens * (s.num_computed_tokens + 0.5 * s.num_tokens) for s in prefills)
+        decodes = [s.num_computed_tokens for s in plan.scheduled if s.num_tokens == 1]
+        work = StepWork(sum(s.num_tokens for s in prefills), context, len(decodes), sum(decodes))
+        self._fitter.add(work, seconds)
+
+    # -- what the global scheduler wants to know ----------------------------------------------------------------------
+
+    def capacity(self, window: int) -> GroupCapacity:
+        scheduler = self.scheduler
+        return GroupCapacity(
+            window,
+            scheduler.max_num_seqs,
+            scheduler.pool.num_blocks * scheduler.block_size,
+            scheduler.block_size,
+            scheduler.max_num_batched_tokens,
+        )
+
+    def load(self) -> GroupLoad:
+        return self.scheduler.load(self._num_received, self._fitter.model)
+
+    def take_block_events(self) -> BlockEvents | None:
+        """What became cached, and what ceased to be, since the last call; None where nothing did."""
+        stored, removed = self.scheduler.pool.take_changes()
+        if not stored and not removed:
+            return None
+        self._num_batches += 1
+        return BlockEvents(self._num_batches, pack(stored), pack(removed))
+
+    def block_snapshot(self) -> BlockEvents:
+        """Everything that is cached."""
+        self._num_batches += 1
+        return BlockEvents(self._num_batches, pack(self.scheduler.pool.cached_hashes()), snapshot=True)
 
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()

@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from ...scheduler.errors import PagedRayError
+from ...scheduler.tenants import RateLimits, Tenant, TenantDirectory
 from .chat import chat_completions
 from .completions import completions
 from .engine_client import EngineClient, ServedModel
@@ -23,6 +24,7 @@ from .protocol import (
     resolve_model,
 )
 from .responses import responses
+from .tenancy import TenantGate
 from .tokenize import detokenize, parse_tokenize, tokenize
 from .transport import ErrorEnvelopes, json_response, read_json
 
@@ -44,17 +46,21 @@ def build_app(
     health: Callable[[], Awaitable[Any]],
     metrics: Callable[[], Awaitable[bytes]],
     max_body_bytes: int = MAX_BODY_BYTES,
+    tenants: TenantDirectory | None = None,
+    limits: Callable[[Tenant], RateLimits | None] = lambda tenant: None,
 ) -> FastAPI:
     """The OpenAI-compatible API over `engine`.
 
     `models` is asked at each request, so models may come and go. `health` raises a `PagedRayError` where the service
-    could not answer now; `metrics` gives Prometheus's text format.
+    could not answer now; `metrics` gives Prometheus's text format. Who calls is in `tenancy.current_tenant`; `limits`
+    gives what is left to a tenant.
 
     A request without `model` goes to the only model that is served. An error before the first token has its own HTTP
     status, in a stream too; one after it is a stream's last event.
     """
     app = FastAPI(title="PagedRay", openapi_url=None, redirect_slashes=False)
     app.add_middleware(ErrorEnvelopes)
+    app.add_middleware(TenantGate, directory=tenants or TenantDirectory(), limits=limits)  # outside of the other
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:

@@ -9,6 +9,7 @@ from pagedray.cluster.cluster_client import ClusterClient
 from pagedray.cluster.global_scheduler import SILENCE_SECONDS, GlobalScheduler, GroupInfo, GroupReport
 from pagedray.cluster.token_stream import TokenFrame, TokenServer
 from pagedray.scheduler.errors import EngineDead, InvalidRequest, Overloaded
+from pagedray.scheduler.placement import GroupCapacity
 from pagedray.scheduler.request import Request, SamplingParams, SequenceOutput
 
 
@@ -111,7 +112,7 @@ class Cluster:
     async def add_group(self, leader, name="g1", window=8):
         handle = Handle(leader)
         leader.finished = lambda request_id: self.scheduler.report(GroupReport(name, (request_id,), None))
-        await self.scheduler.register_group(GroupInfo(name, "m", window, 100, handle))
+        await self.scheduler.register_group(GroupInfo(name, "m", GroupCapacity(window), 100, handle))
         return handle
 
 
