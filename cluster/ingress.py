@@ -22,7 +22,7 @@ from .global_scheduler import ClusterStats
 from .http_server import HttpServer, ListenAddress
 from .metrics import RequestMetrics
 from .openai.router import ServedModel, build_app
-from .openai.tenancy import current_tenant
+from .openai.tenancy import caller
 from .text.tokenizer import Tokenizer
 from .text.tool_calls import detect_parser
 
@@ -43,7 +43,7 @@ class MeasuredEngine:
 
     def _stamp(self, request: Request) -> Request:
         """Identity comes from the key alone. A salt that the caller asks for narrows the tenant's, never widens it."""
-        tenant = current_tenant.get()
+        tenant = caller()
         salt, size = tenant.salt(request.cache_salt), self.block_size(request.model)
         hashes = hash_prompt(request.prompt_token_ids, size, root_hash(request.model, salt)) if size else ()
         return replace(request, tenant=tenant.name, cache_salt=salt, block_hashes=hashes)
@@ -133,7 +133,7 @@ class Ingress:
 
     def _models(self) -> dict[str, ServedModel]:
         """Those that the caller may use: to it, there are no others."""
-        allowed = current_tenant.get().models
+        allowed = caller().models
         return {name: m for name, m in self.models.items() if name in allowed} if allowed else self.models
 
     def check_health(self) -> None:

@@ -150,6 +150,8 @@ class GenerationRequest(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    # ours: seconds to the first token, past which the answer is worth nothing
+    ttft_target: Annotated[float, Field(gt=0)] | None = None
     # vLLM's
     top_k: Int | None = None
     min_p: float | None = None
@@ -247,6 +249,7 @@ class GenerationRequest(Body):
             index=index,
             priority=self.priority or 0,
             cache_salt=self.cache_salt or "",
+            ttft_target=self.ttft_target,
         )
 
     def form(self) -> Form | None:

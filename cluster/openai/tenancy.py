@@ -16,6 +16,11 @@ current_tenant: ContextVar[Tenant] = ContextVar("current_tenant", default=_NOBOD
 _OPEN_PATHS = frozenset(["/health", "/ready", "/metrics", "/version"])  # for whoever watches the server
 
 
+def caller() -> Tenant:
+    """Whose call is in hand. (A class that names the variable itself could not be pickled.)"""
+    return current_tenant.get()
+
+
 class TenantGate:
     """The outermost layer: 401 without a valid key where keys are configured; sets `current_tenant` for all within.
 

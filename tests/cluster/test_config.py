@@ -335,3 +335,29 @@ def test_importing_it_loads_neither_torch_nor_ray():
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     )
+
+
+def test_tenants_are_read_and_their_keys_are_not_kept():
+    config = ApplicationConfig.parse(
+        ApplicationConfig.for_model("m")
+        | {"tenants": [{"name": "acme", "api_keys": ["sk-secret-key"], "weight": 2.0, "models": ["m"]}]}
+    )
+    (tenant,) = config.tenants
+    assert (tenant.name, tenant.weight, tenant.models) == ("acme", 2.0, ("m",))
+    assert "sk-secret-key" not in repr(config)
+
+
+@pytest.mark.parametrize(
+    ("tenants", "message"),
+    [
+        ([{"nam": "a"}], r"tenants\[0\]\.nam is not a setting; did you mean name"),
+        ([{"name": "a", "api_keys": ["short"]}], r"tenants\[0\]\.api_keys\[0\] must have at least 8"),
+        ([{"name": "a", "models": ["x"]}], r"tenants\[0\]\.models has 'x', which is not served"),
+        ([{"name": "a"}, {"name": "a"}], "tenants has 'a' twice"),
+        ([{"name": "a", "priority_class": "vip"}], r"tenants\[0\]: .*priority_class must be one of"),
+        ([{"name": n, "api_keys": ["the same key"]} for n in "ab"], "'a' and 'b' have the same key"),
+    ],
+)
+def test_wrong_tenants_are_refused(tenants, message):
+    with pytest.raises(ConfigError, match=message):
+        ApplicationConfig.parse(ApplicationConfig.for_model("m") | {"tenants": tenants})
