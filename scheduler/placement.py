@@ -183,7 +183,8 @@ class Placement:
 
     def least_loaded(self) -> list[Group]:
         """Two of them, or as many as there are."""
-        order, found = self._order, []
+        order = self._order
+        found: list[tuple[float, int, str]] = []
         while order and len(found) < 2:
             entry = heapq.heappop(order)
             if self._is_current(entry):

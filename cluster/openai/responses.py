@@ -27,6 +27,7 @@ from .transport import EventStream, until_disconnect
 _SAME = (
     *("model", "temperature", "top_p", "stream", "parallel_tool_calls", "seed", "top_k", "min_p", "stop", "priority"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "cache_salt", "ignore_eos", "min_tokens"),
+    "ttft_target",
 )
 
 

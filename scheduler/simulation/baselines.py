@@ -161,7 +161,7 @@ class SGLang(ImmediateRouter):
         return chosen
 
     def _matched(self, group_id: str, request: Request) -> int:
-        tree = self.sent.get(group_id, {})
+        tree = self.sent.get(group_id, ())
         return next((i for i, b in enumerate(request.block_hashes) if b not in tree), len(request.block_hashes))
 
 

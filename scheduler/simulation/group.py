@@ -106,7 +106,7 @@ class SimGroup:
             return []  # cut short meanwhile, or an earlier end of the same step
         self._step = None
         self.busy_seconds += step.count * step.seconds
-        finished = []
+        finished: list[SimSequence] = []
         for sequence in list(self.decoding):
             self._generate(sequence, step.count, now, finished)
         for sequence in list(self.prefilling):

@@ -21,12 +21,12 @@ class Recorder:
         yield SequenceOutput(request.request_id, (1,), finish_reason="length")
 
 
-def stamped(tenant, **fields):
+def stamped(caller, **fields):
     recorder = Recorder()
     engine = MeasuredEngine(recorder, RequestMetrics(), lambda model: 4)
 
     async def main():
-        current_tenant.set(tenant)
+        current_tenant.set(caller)
         request = Request("r", tuple(range(10)), SamplingParams(seed=0), "m", **fields)
         assert [o async for o in engine.generate(request)]
 

@@ -51,6 +51,23 @@ def test_a_stream_knows_its_tenant_too(guarded):
     assert seen == ["other", "other"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 2}),
+        ("/v1/responses", {"input": "a"}),
+    ],
+)
+def test_every_endpoint_knows_its_tenant(guarded, path, body, stream):
+    seen = []
+    guarded.engine.script = lambda request: seen.append(current_tenant.get().name) or guarded.engine.spell("ok")
+    response = guarded.post(path, body | {"stream": stream}, headers={"Authorization": "Bearer sk-acme"})
+    assert response.status_code == 200 and seen == ["acme"] * body.get("n", 1)
+    assert response.headers["x-ratelimit-remaining-requests"] == "2"
+    assert guarded.post(path, body | {"stream": stream}).status_code == 401
+
+
 def test_over_a_limit(guarded):
     guarded.engine.script = lambda request: [RateLimited("Limit reached", 30.4, LEFT)]
     response = post(guarded, "sk-acme")
