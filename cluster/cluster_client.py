@@ -13,6 +13,7 @@ from ray.actor import ActorHandle
 from ..scheduler.errors import EngineDead, PagedRayError
 from ..scheduler.request import Request, SequenceOutput
 from ..scheduler.tenants import RateLimits, Tenant
+from .channel import Channel, ChannelAddress, ChannelBroken
 from .config import SchedulerOptions
 from .global_scheduler import CALL_TIMEOUT, Assignments, ClusterStats, group_gone
 from .token_stream import StreamAddress, TokenFrame, read_frames
@@ -43,6 +44,7 @@ class ClusterClient:
     def __init__(self, scheduler: ActorHandle):
         self.scheduler = scheduler
         self.ingress_id = uuid.uuid4().hex
+        self._channel = Channel(self._find_channel)
         self._seen = ("", 0)  # the scheduler's epoch, and the number of its last news that came here
         self.rate_limits: dict[str, RateLimits] = {}  # tenant -> what was left when the scheduler last said so
         self._streams: dict[str, _Stream] = {}
@@ -84,6 +86,9 @@ class ClusterClient:
     async def configure(self, options: SchedulerOptions, tenants: tuple[Tenant, ...] = ()) -> None:
         await self._call("configure", options, tenants)
 
+    async def _find_channel(self) -> ChannelAddress:
+        return await self.scheduler.open_channel.remote()
+
     # -- tasks: each runs while it has something to do ----------------------------------------------------------------
 
     @staticmethod
@@ -103,9 +108,18 @@ class ClusterClient:
                 self._waiter = self._running(self._waiter, self._wait_for_assignments)
 
     async def _submit_batch(self, batch: list[_Stream]) -> None:
-        news = await self._call("submit", self.ingress_id, [s.request for s in batch], self._seen)
+        arguments = self.ingress_id, [s.request for s in batch], self._seen
+        news = None
+        try:
+            news = Assignments.from_json(await self._channel.call("submit", *arguments, timeout=CALL_TIMEOUT / 2))
+        except (ChannelBroken, ray.exceptions.RayError) as error:
+            logger.warning("the global scheduler is asked by Ray: %r", error)
+        if news is None:
+            news = await self._call("submit", *arguments)
         for stream in batch:
             stream.epoch = news.epoch
+        if {group_id for _, group_id in news.assigned} - self._leaders.keys() - dict(news.groups).keys():
+            news = await self._call("assignments", self.ingress_id, self._seen)  # the same again, with leaders' handles
         self._take(news)
 
     async def _wait_for_assignments(self) -> None:

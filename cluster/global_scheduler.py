@@ -10,8 +10,8 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import ray
@@ -24,7 +24,9 @@ from ..scheduler.prefix_index import BlockEvents
 from ..scheduler.request import Request
 from ..scheduler.step import SchedulerStats
 from ..scheduler.tenants import RateLimits, Tenant, TenantDirectory
+from .channel import Channel, ChannelAddress, ChannelBroken, ChannelServer
 from .config import SchedulerOptions
+from .token_stream import decode_error, encode_error
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,22 @@ class Assignments:
     groups: tuple[tuple[str, ActorHandle], ...] = ()
     rate_limits: tuple[tuple[str, RateLimits], ...] = ()  # of tenants whose requests were just submitted
 
+    def to_json(self) -> Any:
+        """All but the handles."""
+        failed = [(i, *encode_error(e)) for i, e in self.failed]
+        return self.epoch, self.number, self.assigned, failed, [(t, astuple(left)) for t, left in self.rate_limits]
+
+    @classmethod
+    def from_json(cls, value: Any) -> "Assignments":
+        epoch, number, assigned, failed, limits = value
+        return cls(
+            epoch,
+            number,
+            tuple((request_id, group_id) for request_id, group_id in assigned),
+            tuple((request_id, decode_error(*error)) for request_id, *error in failed),
+            rate_limits=tuple((tenant, RateLimits(*left)) for tenant, left in limits),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class _News:
@@ -73,6 +91,7 @@ class GroupInfo:
     leader: ActorHandle
     num_received: int = 0  # requests it was ever given
     requests: tuple[tuple[str, Request], ...] = ()  # ingress id and request, of what it has already
+    channel: ChannelAddress | None = None  # for add_requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +145,8 @@ class GlobalScheduler:
         self._tasks: set[asyncio.Task] = set()
         self.last_called = time.monotonic()
         self._spawn(self._watch_for_ever())
+        self.channels: dict[str, Channel] = {}  # to leaders, by group id
+        self.server: ChannelServer | None = None
 
     # -- what ingresses call ------------------------------------------------------------------------------------------
 
@@ -157,6 +178,15 @@ class GlobalScheduler:
         limits = {r.tenant: self.dispatcher.rate_limits(r.tenant, now) for r in requests}
         limited = tuple((t, left) for t, left in limits.items() if left != RateLimits())
         return replace(self._take_news(ingress_id, seen), rate_limits=limited)
+
+    async def open_channel(self) -> ChannelAddress:
+        """Where `submit` can be called by a `Channel`."""
+        if self.server is None:
+            self.server = ChannelServer(ray.util.get_node_ip_address(), {"submit": self._submit_by_channel})
+        return self.server.address
+
+    async def _submit_by_channel(self, *args: Any) -> Any:
+        return (await self.submit(*args)).to_json()
 
     async def assignments(self, ingress_id: str, seen: tuple[str, int]) -> Assignments:
         """Wait for news of queued requests, a few seconds at most."""
@@ -194,6 +224,8 @@ class GlobalScheduler:
     async def register_group(self, info: GroupInfo) -> None:
         """A group joins. Of requests it brings along, those that another group has by now are aborted here."""
         self.groups[info.group_id] = info
+        if info.channel is not None and info.group_id not in self.channels:
+            self.channels[info.group_id] = Channel(_known(info.channel))
         self.last_heard[info.group_id] = time.monotonic()
         running = [request for _, request in info.requests]
         elsewhere = self.dispatcher.add_group(
@@ -229,6 +261,8 @@ class GlobalScheduler:
     async def remove_group(self, group_id: str) -> None:
         """A group leaves or was found dead. What it held fails with a retriable error."""
         info = self.groups.pop(group_id, None)
+        if channel := self.channels.pop(group_id, None):
+            channel.close()
         self.reports.pop(group_id, None)
         self.last_heard.pop(group_id, None)
         if info is None:
@@ -260,6 +294,12 @@ class GlobalScheduler:
         info = self.groups.get(group_id)
         if info is None:
             return
+        if method == "add_requests" and group_id in self.channels:
+            try:
+                await self.channels[group_id].call(method, argument, timeout=CALL_TIMEOUT / 2)
+                return
+            except ChannelBroken as error:
+                logger.warning("group %s is asked by Ray: %s", group_id, error)
         try:
             await asyncio.wait_for(getattr(info.leader, method).remote(argument), CALL_TIMEOUT)
         except (ray.exceptions.RayError, TimeoutError) as error:
@@ -315,6 +355,13 @@ class GlobalScheduler:
         """End this actor, which is detached and would stay for ever: its application is gone."""
         logger.info("nobody has called the scheduler of %s for %.0f s", self.application, FORGOTTEN_SECONDS)
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+def _known(address: ChannelAddress) -> Callable[[], Awaitable[ChannelAddress]]:
+    async def find() -> ChannelAddress:
+        return address
+
+    return find
 
 
 def connect(application: str) -> ActorHandle:

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..scheduler import errors
 from ..scheduler.errors import PagedRayError
@@ -65,7 +66,7 @@ def encode(frame: TokenFrame) -> bytes:
         )
         for o in frame.outputs
     ]
-    failures = [(request_id, _error_class(e).__name__, e.args) for request_id, e in frame.failures]
+    failures = [(request_id, *encode_error(e)) for request_id, e in frame.failures]
     body = json.dumps((outputs, failures)).encode()
     return _SIZE.pack(len(body)) + body
 
@@ -84,13 +85,17 @@ def decode(body: bytes | bytearray) -> TokenFrame:
             )
             for request_id, token_ids, finish_reason, stop_token_id, num_cached_tokens, logprobs in outputs
         ),
-        tuple((request_id, getattr(errors, name)(*args)) for request_id, name, args in failures),
+        tuple((request_id, decode_error(name, args)) for request_id, name, args in failures),
     )
 
 
-def _error_class(error: PagedRayError) -> type[PagedRayError]:
-    """The class of `scheduler.errors` that it is one of."""
-    return next(c for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c)
+def encode_error(error: PagedRayError) -> tuple[str, Sequence[Any]]:
+    """The name of the class of `scheduler.errors` that it is one of, and its arguments."""
+    return next(c.__name__ for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c), error.args
+
+
+def decode_error(name: str, args: Sequence[Any]) -> PagedRayError:
+    return getattr(errors, name)(*args)
 
 
 # -- the leader's side -------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from ..scheduler.prefix_index import BlockEvents
 from ..scheduler.request import Request, SequenceOutput
 from ..workers.config import EngineConfig
 from . import global_scheduler
+from .channel import ChannelServer
 from .global_scheduler import CALL_TIMEOUT, FORGOTTEN_SECONDS, GroupInfo, GroupReport
 from .ranks import RankPlaces
 from .token_stream import StreamAddress, TokenFrame, TokenServer
@@ -81,6 +82,7 @@ class Leader:
         self._wake_reporter = asyncio.Event()
         self.tokens = TokenServer(ray.util.get_node_ip_address(), self._ingress_lost, self._ingress_gone)
         self._dead = asyncio.Event()
+        self.channel = ChannelServer(self.tokens.host, {"add_requests": self.add_requests})
         self._loaded: asyncio.Future[None] = self.loop.create_future()
         threading.Thread(target=self._run_engine, name="engine", daemon=True).start()
         while not self._loaded.done():
@@ -94,6 +96,7 @@ class Leader:
     # -- what the scheduler and ingresses call ------------------------------------------------------------------------
 
     async def add_requests(self, batch: Sequence[tuple[str, Request]]) -> None:
+        batch = [(i, r) for i, r in batch if r.request_id not in self.requests]  # may come twice
         self._num_received += len(batch)
         for ingress_id, request in batch:
             self.requests[request.request_id] = ingress_id, request
@@ -263,6 +266,7 @@ class Leader:
             max_model_len=self.engine.max_model_len,
             leader=ray.get_runtime_context().current_actor,
             requests=tuple(self.requests.values()),
+            channel=self.channel.address,
         )
         await asyncio.wait_for(self.scheduler.register_group.remote(info), CALL_TIMEOUT)
         self._inbox.put(self._take_snapshot)  # and the index is complete again with the next report

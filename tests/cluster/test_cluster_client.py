@@ -4,7 +4,9 @@ import asyncio
 
 import pytest
 import ray
+import uvloop
 
+from pagedray.cluster.channel import ChannelServer
 from pagedray.cluster.cluster_client import ClusterClient
 from pagedray.cluster.global_scheduler import SILENCE_SECONDS, GlobalScheduler, GroupInfo, GroupReport
 from pagedray.cluster.token_stream import TokenFrame, TokenServer
@@ -26,7 +28,9 @@ class Handle:
     def kill(self):
         self._dead.set()
         if tokens := getattr(self._actor, "tokens", None):
-            tokens.close()  # as the kernel does
+            tokens.close()  # its connections end with a process
+        if self._actor.server is not None:
+            self.closing = asyncio.ensure_future(self._actor.server.close())
 
 
 class _Method:
@@ -58,6 +62,7 @@ class FakeLeader:
 
     def __init__(self, hold=False):
         self.tokens = TokenServer("127.0.0.1", lambda ingress_id: None, lambda ingress_id, request_ids: None)
+        self.server = ChannelServer("127.0.0.1", {"add_requests": self.add_requests})
         self.hold = hold
         self.requests = []
         self.aborted = []
@@ -109,10 +114,15 @@ class Cluster:
         self.client.scheduler = Handle(self.scheduler)
         old.kill()
 
+    def assigned(self):
+        """How many requests the client knows the group of."""
+        return sum(s.group_id is not None for s in self.client._streams.values())
+
     async def add_group(self, leader, name="g1", window=8):
         handle = Handle(leader)
         leader.finished = lambda request_id: self.scheduler.report(GroupReport(name, (request_id,), None))
-        await self.scheduler.register_group(GroupInfo(name, "m", GroupCapacity(window), 100, handle))
+        info = GroupInfo(name, "m", GroupCapacity(window), 100, handle, channel=leader.server.address)
+        await self.scheduler.register_group(info)
         return handle
 
 
@@ -124,11 +134,18 @@ async def collect(client, req):
     return [token async for output in client.generate(req) for token in output.token_ids]
 
 
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
 def run(test):
     async def bounded():
         await asyncio.wait_for(test(), 20)
 
-    asyncio.run(bounded())
+    for factory in (asyncio.new_event_loop, uvloop.new_event_loop):  # actors have uvloop's
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(bounded())
 
 
 def test_many_sequences_get_their_own_tokens_in_order():
@@ -149,8 +166,8 @@ def test_a_request_waits_for_a_group_to_come():
     async def test():
         cluster = Cluster()
         answer = asyncio.create_task(collect(cluster.client, request("r")))
-        await asyncio.sleep(0.05)
-        assert not answer.done() and cluster.scheduler.dispatcher.num_queued() == {"m": 1}
+        await until(lambda: cluster.scheduler.dispatcher.num_queued() == {"m": 1})
+        assert not answer.done()
         await cluster.add_group(FakeLeader())
         assert await answer == [3, 2, 1]
 
@@ -161,18 +178,15 @@ def test_leaving_early_cancels_wherever_the_request_is():
     async def test():
         cluster = Cluster()
         queued = asyncio.create_task(collect(cluster.client, request("queued")))
-        await asyncio.sleep(0.02)
+        await until(lambda: cluster.scheduler.dispatcher.num_queued() == {"m": 1})
         queued.cancel()
-        await asyncio.sleep(0.02)
-        assert cluster.scheduler.dispatcher.num_queued() == {}
+        await until(lambda: cluster.scheduler.dispatcher.num_queued() == {})
         leader = FakeLeader(hold=True)
         await cluster.add_group(leader)
         placed = asyncio.create_task(collect(cluster.client, request("placed")))
-        await asyncio.sleep(0.02)
-        assert leader.requests == ["placed"]
+        await until(lambda: leader.requests == ["placed"])
         placed.cancel()
-        await asyncio.sleep(0.02)
-        assert leader.aborted == ["placed"]
+        await until(lambda: leader.aborted == ["placed"])
         cluster.scheduler.dispatcher.check_integrity()
         assert cluster.scheduler.ingress_of == {}
 
@@ -197,17 +211,16 @@ def test_a_dead_group_fails_its_sequences_and_no_others():
         cluster = Cluster()
         doomed = await cluster.add_group(FakeLeader(hold=True), "doomed", window=1)
         lost = asyncio.create_task(collect(cluster.client, request("lost")))
-        await asyncio.sleep(0.02)
+        await until(lambda: cluster.assigned() == 1)
         await cluster.add_group(FakeLeader(), "alive")
-        kept = asyncio.create_task(collect(cluster.client, request("kept", range(30))))
-        await asyncio.sleep(0.01)
+        kept = asyncio.create_task(collect(cluster.client, request("kept", range(100))))
+        await until(lambda: cluster.assigned() == 2)
         doomed.kill()
         with pytest.raises(EngineDead):
             await lost
-        assert await kept == list(range(30))[::-1]
+        assert await kept == list(range(100))[::-1]
         assert await collect(cluster.client, request("after")) == [3, 2, 1]
-        while list(cluster.scheduler.groups) != ["alive"]:
-            await asyncio.sleep(0.01)
+        await until(lambda: list(cluster.scheduler.groups) == ["alive"])
 
     run(test)
 
@@ -218,13 +231,27 @@ def test_a_connection_that_breaks_fails_its_sequences_and_comes_again():
         leader = FakeLeader(hold=True)
         await cluster.add_group(leader)
         lost = asyncio.create_task(collect(cluster.client, request("lost")))
-        await asyncio.sleep(0.05)
+        await until(lambda: leader.tokens.outbox(cluster.client.ingress_id)._socket is not None)
         leader.tokens.outbox(cluster.client.ingress_id).close()
         with pytest.raises(EngineDead):
             await lost
         leader.hold = False
         assert await collect(cluster.client, request("after")) == [3, 2, 1]
         assert list(cluster.scheduler.groups) == ["g1"]
+
+    run(test)
+
+
+def test_without_a_channel_calls_go_by_ray():
+    async def test():
+        cluster = Cluster()
+        leader = FakeLeader()
+        await cluster.add_group(leader)
+        assert await collect(cluster.client, request("first")) == [3, 2, 1]
+        await leader.server.close()
+        await cluster.scheduler.server.close()
+        assert await collect(cluster.client, request("second")) == [3, 2, 1]
+        assert leader.requests == ["first", "second"] and list(cluster.scheduler.groups) == ["g1"]
 
     run(test)
 
@@ -251,7 +278,7 @@ def test_queued_requests_survive_the_scheduler():
     async def test():
         cluster = Cluster()
         answer = asyncio.create_task(collect(cluster.client, request("r")))
-        await asyncio.sleep(0.02)
+        await until(lambda: cluster.scheduler.dispatcher.num_queued() == {"m": 1})
         cluster.restart_scheduler()
         await cluster.add_group(FakeLeader())
         assert await answer == [3, 2, 1]
@@ -263,7 +290,7 @@ def test_news_that_got_lost_on_the_way_comes_again():
     async def test():
         cluster = Cluster()
         answer = asyncio.create_task(collect(cluster.client, request("r")))
-        await asyncio.sleep(0.02)
+        await until(lambda: cluster.scheduler.dispatcher.num_queued() == {"m": 1})
         take_news, lost = cluster.scheduler._take_news, []
 
         def lose_the_first(*args):
@@ -284,10 +311,10 @@ def test_running_streams_do_not_notice_the_scheduler_restart():
     async def test():
         cluster = Cluster()
         await cluster.add_group(FakeLeader())
-        answer = asyncio.create_task(collect(cluster.client, request("r", range(60))))
-        await asyncio.sleep(0.02)
+        answer = asyncio.create_task(collect(cluster.client, request("r", range(200))))
+        await until(lambda: cluster.assigned() == 1)
         cluster.restart_scheduler()
-        assert await answer == list(range(60))[::-1]
+        assert await answer == list(range(200))[::-1]
 
     run(test)
 
@@ -310,10 +337,9 @@ def test_a_group_that_falls_silent_is_given_up():
         await cluster.add_group(FakeLeader(hold=True))
         watch = asyncio.create_task(cluster.scheduler._watch_for_ever())
         answer = asyncio.create_task(collect(cluster.client, request("r")))
-        await asyncio.sleep(0.02)
+        await until(lambda: cluster.assigned() == 1)
         cluster.scheduler.last_heard["g1"] -= SILENCE_SECONDS
-        while cluster.scheduler.groups:
-            await asyncio.sleep(0.05)
+        await until(lambda: not cluster.scheduler.groups)
         news = await cluster.scheduler.assignments(cluster.client.ingress_id, ("", 0))
         assert [request_id for request_id, _ in news.failed] == ["r"]
         assert (await cluster.scheduler.stats()).groups == ()

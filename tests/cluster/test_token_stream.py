@@ -6,6 +6,7 @@ import socket
 import threading
 
 import pytest
+import uvloop
 
 from pagedray.cluster import token_stream
 from pagedray.cluster.token_stream import StreamAddress, TokenFrame, TokenServer, decode, encode, read_frames
@@ -21,7 +22,9 @@ def run(test):
     async def bounded():
         await asyncio.wait_for(test(), 20)
 
-    asyncio.run(bounded())
+    for factory in (asyncio.new_event_loop, uvloop.new_event_loop):  # actors have uvloop's
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(bounded())
 
 
 class Leader:
