@@ -15,7 +15,6 @@
 Every exception here can be pickled: its constructor takes the values it shows, in `args`.
 """
 
-from typing import Any
 
 
 class PagedRayError(Exception):
@@ -79,17 +78,9 @@ class InvalidApiKey(PagedRayError):
 
 
 class RateLimited(Overloaded):
-    """A tenant's limit is reached. `limits` is a `tenants.RateLimits`, where the tenant has limits a minute."""
+    """A tenant's limit is reached."""
 
     code = "rate_limit_exceeded"
-
-    def __init__(self, message: str, retry_after: float = 1.0, limits: Any = None):
-        super().__init__(message, retry_after)
-        self.args = (message, retry_after, limits)
-
-    @property
-    def limits(self) -> Any:
-        return self.args[2]
 
 
 class DeadlineUnmeetable(Overloaded):

@@ -197,14 +197,14 @@ class Quotas:
                     waits.append((window.seconds_until(now, amount), message))
         if waits:
             wait, message = max(waits)
-            raise RateLimited(f"{message}; try again in {wait:.1f} s", wait, self.limits(tenant, now))
+            raise RateLimited(f"{message}; try again in {wait:.1f} s", wait)
         for limit, value, what in (
             (tenant.max_concurrent_requests, account.num_concurrent, "concurrent requests"),
             (tenant.max_queued_requests, account.num_queued, "queued requests"),
         ):
             if limit is not None and value >= limit:
                 message = f"Limit of {limit} {what} reached; try again when one has ended"
-                raise RateLimited(message, 1.0, self.limits(tenant, now))
+                raise RateLimited(message, 1.0)
         if account.requests:
             account.requests.add(now, 1)
         if account.tokens:

@@ -201,7 +201,7 @@ def test_a_tenants_limits_hold_and_a_refusal_leaves_no_trace():
     d.finished(["2"], 1.0)
     with pytest.raises(RateLimited, match="3 requests per minute") as refused:
         d.submit(long(4, 10, "t"), 2.0)
-    assert refused.value.retry_after == 58.0 and refused.value.limits.remaining_requests == 0
+    assert refused.value.retry_after == 58.0 and d.rate_limits("t", 2.0).remaining_requests == 0
     d.submit(long(4, 10, "t"), 60.5)
     d.submit(long(4, 10, "t"), 60.5)  # known: not counted again
     with pytest.raises(ModelNotFound):

@@ -69,7 +69,7 @@ def test_what_is_left_is_told():
     with pytest.raises(RateLimited, match="100 tokens per minute") as refused:
         quotas.admit(tenant, 50, 20.0)
     assert refused.value.retry_after == 50.0
-    limits = refused.value.limits
+    limits = quotas.limits(tenant, 20.0)
     assert (limits.remaining_requests, limits.remaining_tokens, limits.reset_tokens) == (1, 40, 50.0)
     quotas.admit(tenant, 50, 70.0)
 

@@ -69,7 +69,7 @@ def test_every_endpoint_knows_its_tenant(guarded, path, body, stream):
 
 
 def test_over_a_limit(guarded):
-    guarded.engine.script = lambda request: [RateLimited("Limit reached", 30.4, LEFT)]
+    guarded.engine.script = lambda request: [RateLimited("Limit reached", 30.4)]
     response = post(guarded, "sk-acme")
     assert response.status_code == 429
     assert response.headers["retry-after"] == "31" and response.headers["x-ratelimit-remaining-requests"] == "2"
