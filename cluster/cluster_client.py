@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from ..scheduler.errors import EngineDead, PagedRayError
+from ..scheduler.errors import EngineDead, GroupLost, PagedRayError
 from ..scheduler.request import Request, SequenceOutput
 from ..scheduler.tenants import RateLimits, Tenant
 from .channel import Channel, ChannelAddress, ChannelBroken
@@ -59,7 +59,7 @@ class ClusterClient:
     async def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
         """Yield what the sequence gains until its finish. Leaving early (aclose, cancellation) aborts it.
 
-        Raises `PagedRayError`: `Overloaded`, `InvalidRequest`, or `EngineDead` where its group is lost.
+        Raises `PagedRayError`: `Overloaded`, `InvalidRequest`, or `GroupLost` where its group is lost.
         """
         stream = self._streams[request.request_id] = _Stream(request)
         done = False
@@ -69,7 +69,7 @@ class ClusterClient:
             while not done:
                 news = await stream.news.get()
                 if isinstance(news, PagedRayError):
-                    done = True
+                    done = not isinstance(news, GroupLost)  # it may live, and only its connection be lost
                     raise news
                 done = news.finish_reason is not None
                 yield news
@@ -144,22 +144,26 @@ class ClusterClient:
 
     async def _read(self, group_id: str, leader: ActorHandle) -> None:
         """Bring one group's tokens for as long as it lives."""
+        connections = 0
         while True:
             try:
                 address: StreamAddress = await asyncio.wait_for(
                     leader.open_stream.remote(self.ingress_id), CALL_TIMEOUT
                 )
+                if connections:
+                    self._fail_group(group_id)  # it lives, and has dropped what it had for this ingress
+                connections += 1
                 await read_frames(address, partial(self._take_frame, group_id))
             except (ray.exceptions.RayError, TimeoutError, OSError) as error:
                 logger.warning("group %s is lost: %r", group_id, error)
                 self._leaders.pop(group_id, None)
-                self._fail_group(group_id)
                 del self._readers[group_id]
-                await self._call("remove_group", group_id)
+                try:  # first: its sequences must not be sent there again
+                    await self._call("remove_group", group_id)
+                except PagedRayError as unreachable:
+                    logger.warning("group %s cannot be removed: %s", group_id, unreachable)
+                self._fail_group(group_id)
                 return
-            # The leader has died, in most cases: nobody must wait to be told so, and the next call will say it. Where
-            # it lives, it fails what it had for this ingress, too.
-            self._fail_group(group_id)
             await asyncio.sleep(_RECONNECT_SECONDS)
 
     def _take_frame(self, group_id: str, frame: TokenFrame) -> None:
@@ -205,6 +209,11 @@ class ClusterClient:
             self._to_cancel.append(request_id)
         self._canceller = self._running(self._canceller, self._cancel)
 
+    def _restart_scheduler(self) -> None:
+        """It lives and does not answer, which Ray does not notice. What it knows, others will tell the next one."""
+        logger.warning("the global scheduler has not answered within %.0f s; it is started anew", CALL_TIMEOUT)
+        ray.kill(self.scheduler, no_restart=False)
+
     def _unassigned(self) -> list[_Stream]:
         return [s for s in self._streams.values() if s.epoch is not None and s.group_id is None]
 
@@ -218,4 +227,6 @@ class ClusterClient:
             except (ray.exceptions.RayActorError, TimeoutError) as error:
                 if loop.time() > deadline:
                     raise EngineDead("the global scheduler cannot be reached; try again later") from error
+                if isinstance(error, TimeoutError):
+                    self._restart_scheduler()
                 await asyncio.sleep(0.2)

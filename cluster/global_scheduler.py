@@ -18,7 +18,7 @@ import ray
 from ray.actor import ActorHandle
 
 from ..scheduler.dispatcher import Dispatcher
-from ..scheduler.errors import EngineDead, PagedRayError
+from ..scheduler.errors import GroupLost, PagedRayError
 from ..scheduler.placement import GroupCapacity, GroupLoad
 from ..scheduler.prefix_index import BlockEvents
 from ..scheduler.request import Request
@@ -119,9 +119,9 @@ class ClusterStats:
     groups: tuple[GroupStatus, ...]
 
 
-def group_gone() -> EngineDead:
-    """How a request ends whose group is lost."""
-    return EngineDead("the worker group that held this request is gone; send it again")
+def group_gone() -> GroupLost:
+    """What becomes of a request whose group is lost."""
+    return GroupLost("the worker group that held this request is gone; send it again")
 
 
 class GlobalScheduler:

@@ -21,8 +21,10 @@ from .config import ApplicationConfig, ModelDeployment
 from .global_scheduler import ClusterStats
 from .http_server import HttpServer, ListenAddress
 from .metrics import RequestMetrics
-from .openai.router import ServedModel, build_app
+from .openai.engine_client import EngineClient, ServedModel
+from .openai.router import build_app
 from .openai.tenancy import caller
+from .resume import ResumingEngine
 from .text.tokenizer import Tokenizer
 from .text.tool_calls import detect_parser
 
@@ -35,7 +37,7 @@ _PROBE_SECONDS = 3.0  # /health and /metrics answer in about this time, whatever
 class MeasuredEngine:
     """An `EngineClient` that stamps requests with whose they are, and counts and times what passes through another."""
 
-    def __init__(self, engine: ClusterClient, metrics: RequestMetrics, block_size: Callable[[str], int] = lambda _: 0):
+    def __init__(self, engine: EngineClient, metrics: RequestMetrics, block_size: Callable[[str], int] = lambda _: 0):
         """`block_size` gives the tokens in a KV block of a model's groups; 0: not known yet."""
         self.engine = engine
         self.metrics = metrics
@@ -122,9 +124,14 @@ class Ingress:
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
+        resuming = ResumingEngine(
+            self.client,
+            self.config.scheduler.migration_limit,
+            lambda request: self.metrics.resumed.labels(request.model).inc(),
+        )
         return build_app(
             models=self._models,
-            engine=MeasuredEngine(self.client, self.metrics, lambda model: self.block_sizes.get(model, 0)),
+            engine=MeasuredEngine(resuming, self.metrics, lambda model: self.block_sizes.get(model, 0)),
             health=self._health,
             metrics=self._render_metrics,
             tenants=TenantDirectory(self.config.tenants),

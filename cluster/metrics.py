@@ -22,6 +22,12 @@ class RequestMetrics:
             "pagedray:request_success", "Finished sequences.", [*labels, "finished_reason"], registry=registry
         )
         self.failed = Counter("pagedray:request_failed", "Failed sequences.", [*labels, "code"], registry=registry)
+        self.resumed = Counter(
+            "pagedray:request_resumed",
+            "Sequences that went on after a lost group.",
+            labels,
+            registry=registry,
+        )
         self.prompt_tokens = Counter("pagedray:prompt_tokens", "Prompt tokens.", labels, registry=registry)
         self.generation_tokens = Counter("pagedray:generation_tokens", "Generated tokens.", labels, registry=registry)
         self.tenant_tokens = Counter(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import ray
 from ray.actor import ActorHandle
 
-from ..scheduler.errors import EngineDead, PagedRayError
+from ..scheduler.errors import EngineDead, GroupLost, PagedRayError
 from ..scheduler.placement import GroupLoad
 from ..scheduler.prefix_index import BlockEvents
 from ..scheduler.request import Request, SequenceOutput
@@ -96,6 +96,8 @@ class Leader:
     # -- what the scheduler and ingresses call ------------------------------------------------------------------------
 
     async def add_requests(self, batch: Sequence[tuple[str, Request]]) -> None:
+        if self.error is not None:
+            raise EngineDead(f"the engine of group {self.group_id} stopped: {self.error}")
         batch = [(i, r) for i, r in batch if r.request_id not in self.requests]  # may come twice
         self._num_received += len(batch)
         for ingress_id, request in batch:
@@ -224,13 +226,13 @@ class Leader:
         """The engine is of no more use. Whatever it may still say is not heard, and nobody sends it anything more."""
         if self.error is None:
             self.error = error
-            self._fail_all()
             self._dead.set()
-            self.scheduler.remove_group.remote(self.group_id)
+            self.scheduler.remove_group.remote(self.group_id)  # first: what is failed here must not come back here
+            self._fail_all()
 
     def _fail_all(self) -> None:
         for request_id in list(self.requests):
-            self._fail(request_id, EngineDead("the worker group that held this request failed; send it again"))
+            self._fail(request_id, GroupLost("the worker group that held this request failed; send it again"))
 
     def _ended(self, request_id: str) -> None:
         ingress_id, _ = self.requests.pop(request_id, (None, None))
@@ -247,7 +249,7 @@ class Leader:
         """Its connection broke. It takes its sequences here for lost; should it come again, it is told the same."""
         request_ids = tuple(self.tokens.outbox(ingress_id).request_ids)
         for request_id in request_ids:
-            self._fail(request_id, EngineDead("the connection to the worker group broke; send the request again"))
+            self._fail(request_id, GroupLost("the connection to the worker group broke; send the request again"))
         self._inbox.put(lambda: self._abort_in_engine(request_ids))
 
     def _ingress_gone(self, ingress_id: str, request_ids: Sequence[str]) -> None:

@@ -45,6 +45,7 @@ class _Entry:
     request: Request
     tenant: Tenant
     arrived: float
+    queued: float  # later than it arrived where it is resumed
     key: Key
     match: Match | None = None
     matched_at: float = 0.0
@@ -206,21 +207,26 @@ class Dispatcher:
         tenant = self.quotas.directory.get(request.tenant)
         tenant.check_model(request.model)
         pool = self._pool(request.model)
-        if len(pool.queue) >= self.max_queued_requests:
+        resumed = request.attempt > 0
+        if not resumed and len(pool.queue) >= self.max_queued_requests:
             message = f"{len(pool.queue)} requests wait for {request.model!r} already; try again later"
             raise Overloaded(message, max(1.0, pool.wait))
         entry = self._entry(request, tenant, now)
         if pool.placement.groups:
             self._reckon(entry, pool, now)
-        self.quotas.admit(tenant, len(request.prompt_token_ids) + (request.sampling.max_tokens or 0), now)
+        if resumed:
+            self.quotas.readmit(tenant)
+        else:
+            self.quotas.admit(tenant, len(request.prompt_token_ids) + (request.sampling.max_tokens or 0), now)
         self._entries[request.request_id] = entry
         pool.queue.push(tenant.name, tenant.weight, entry.key, entry, PRIORITY_CLASSES[tenant.priority_class])
         pool.queued_seconds += entry.seconds
 
     def _entry(self, request: Request, tenant: Tenant, now: float) -> _Entry:
         self._num_submitted += 1
-        key = now + tenant.priority(request.priority) * self.options.priority_weight, self._num_submitted
-        return _Entry(request, tenant, now, key)
+        arrived = now - request.age
+        key = arrived + tenant.priority(request.priority) * self.options.priority_weight, self._num_submitted
+        return _Entry(request, tenant, arrived, now, key)
 
     def _reckon(self, entry: _Entry, pool: _Pool, now: float) -> None:
         """Look it up, give it its place in the order, and refuse it if it would come too late."""
@@ -240,7 +246,7 @@ class Dispatcher:
     def _match(self, entry: _Entry, pool: _Pool, now: float) -> Match:
         if entry.match is None or entry.matched_at != now:
             request = entry.request
-            num_tokens = len(request.prompt_token_ids)
+            num_tokens = len(request.token_ids)
             entry.match = pool.placement.match(request.block_hashes, num_tokens, request.sampling.max_tokens)
             entry.matched_at = now
         return entry.match
@@ -277,7 +283,7 @@ class Dispatcher:
                 if entry.deadline < now + entry.seconds:
                     waited = now - entry.arrived + entry.seconds
                     expired.append((entry.request.request_id, _too_late(waited, entry.request.ttft_target or 0.0)))
-                elif entry.arrived < now - max_queue_seconds:
+                elif entry.queued < now - max_queue_seconds:
                     error = EngineDead(f"no worker group could take the request within {max_queue_seconds:g} s")
                     expired.append((entry.request.request_id, error))
         for request_id, _ in expired:

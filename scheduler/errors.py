@@ -16,7 +16,6 @@ Every exception here can be pickled: its constructor takes the values it shows, 
 """
 
 
-
 class PagedRayError(Exception):
     """Base of everything PagedRay raises on purpose. `status` is its HTTP status, `type` and `code` its envelope."""
 
@@ -93,6 +92,10 @@ class EngineDead(PagedRayError):
     status = 503
     type = "service_unavailable_error"
     code = "engine_dead"
+
+
+class GroupLost(EngineDead):
+    """A worker group is lost with a request that another one can go on with: callers see it only where none can."""
 
 
 class ConfigError(PagedRayError):

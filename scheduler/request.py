@@ -162,6 +162,16 @@ class Request:
     cache_salt: str = ""  # requests share cached prefixes only with the same salt
     block_hashes: tuple[bytes, ...] = ()  # of the prompt's full blocks; without them it is placed by load alone
     ttft_target: float | None = None  # seconds to the first token, past which it is worth nothing
+    # Of one that goes on after its worker group was lost: the tokens it has made, how many groups were lost with it
+    # (it was admitted long ago, and keeps its place), and the seconds since it came.
+    output_token_ids: tuple[int, ...] = ()
+    attempt: int = 0
+    age: float = 0.0
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All that must be computed before its next token."""
+        return self.prompt_token_ids + self.output_token_ids
 
 
 @dataclass(frozen=True, slots=True)

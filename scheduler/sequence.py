@@ -31,7 +31,7 @@ class Sequence:
         self.request = request
         self.seq_id = seq_id
         self.key = key  # who goes first: smaller
-        self.token_ids = list(request.prompt_token_ids)
+        self.token_ids = list(request.token_ids)
         self.max_len = max_len  # tokens, prompt included, at which it ends
         self.num_computed_tokens = 0
         self.num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache at first admission

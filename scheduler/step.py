@@ -96,7 +96,9 @@ class StepScheduler:
             asked = f"{prompt_len} prompt tokens and {max_tokens or 'at least 1'} to generate"
             raise ContextLengthExceeded(f"{asked} do not fit the context of {self.max_model_len} tokens")
         max_len = self.max_model_len if max_tokens is None else prompt_len + max_tokens
-        key = (now + request.priority * self.priority_weight, self._next_seq_id)
+        if len(request.token_ids) >= max_len:
+            raise InvalidRequest(f"it has {len(request.output_token_ids)} tokens already, and may have no more")
+        key = (now - request.age + request.priority * self.priority_weight, self._next_seq_id)
         seq = Sequence(request, self._next_seq_id, key, max_len)
         self._next_seq_id += 1
         self._sequences[request.request_id] = self._by_seq_id[seq.seq_id] = seq

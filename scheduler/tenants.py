@@ -212,6 +212,12 @@ class Quotas:
         account.num_concurrent += 1
         account.num_queued += 1
 
+    def readmit(self, tenant: Tenant) -> None:
+        """A request whose group was lost queues again: it was admitted, so no limit holds it up."""
+        account = self._account(tenant)
+        account.num_concurrent += 1
+        account.num_queued += 1
+
     def restore(self, tenant: Tenant) -> None:
         """A request that is running already came back with its group: it is counted, whatever the limits."""
         self._account(tenant).num_concurrent += 1

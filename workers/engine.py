@@ -64,7 +64,7 @@ class Engine:
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises `InvalidRequest` (`ContextLengthExceeded`) for one that cannot run."""
         vocab_size = self.executor.model_config.vocab_size
-        for name, ids in (("prompt", request.prompt_token_ids), ("logit_bias", request.sampling.logit_bias)):
+        for name, ids in (("prompt", request.token_ids), ("logit_bias", request.sampling.logit_bias)):
             wrong = next((t for t in ids if not 0 <= t < vocab_size), None)
             if wrong is not None:
                 raise InvalidRequest(f"{name} has token id {wrong}; the vocabulary has {vocab_size}", name)

@@ -1,5 +1,6 @@
 """Processes of a real server die, one kind at a time: what a client sees, and that the next request is right."""
 
+import json
 import os
 import signal
 import threading
@@ -52,7 +53,9 @@ class Stream(threading.Thread):
             "model": "demo",
             "prompt": "One, two,",
             "max_tokens": self.max_tokens,
+            "temperature": 0,
             "stream": True,
+            "stream_options": {"include_usage": True},
             "ignore_eos": True,
         }
         try:
@@ -64,9 +67,18 @@ class Stream(threading.Thread):
             self.text += "broken off"
 
     def finish(self):
-        self.join(60)
+        self.join(120)
         assert not self.is_alive()
         return self.text
+
+    def answer(self):
+        """The whole answer, after its end: its text, and its usage."""
+        lines = [line.removeprefix("data: ") for line in self.finish().splitlines() if line]
+        assert lines.pop() == "[DONE]", self.text
+        chunks = [json.loads(line) for line in lines]
+        assert len({chunk["id"] for chunk in chunks}) == 1
+        text = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+        return text, chunks[-1]["usage"]["completion_tokens"]
 
 
 def answers_again(server, seconds):
@@ -95,23 +107,26 @@ def test_the_scheduler_dies_and_streams_do_not_notice(server):
     server.wait_idle(10)
 
 
-def test_the_leader_dies_and_the_group_comes_back(server):
-    stream = Stream(server)
+def test_the_leader_dies_and_its_streams_go_on_when_the_group_is_back(server):
+    undisturbed = Stream(server).answer()
+    streams = [Stream(server) for _ in range(3)]
     os.kill(process_of(server, "Leader"), signal.SIGKILL)
-    assert "send it again" in stream.finish()
     deadline = time.monotonic() + 10
     while httpx.get(f"{server.url}/health", timeout=10).status_code == 200:
         assert time.monotonic() < deadline, "/health says all is well"
         time.sleep(0.1)
-    answers_again(server, 60)
+    assert [stream.answer() for stream in streams] == [undisturbed] * 3
     assert httpx.get(f"{server.url}/health", timeout=10).status_code == 200
+    assert server.metric("pagedray:request_resumed_total") >= 3
+    answers_again(server, 60)
     server.wait_idle(10)
 
 
-def test_the_replica_dies_and_the_group_comes_back(server):
+def test_the_replica_dies_and_its_streams_go_on_when_the_group_is_back(server):
+    undisturbed = Stream(server).answer()
     stream = Stream(server)
     os.kill(process_of(server, "ServeReplica:pagedray:WorkerGroup"), signal.SIGKILL)
-    assert "send it again" in stream.finish()
+    assert stream.answer() == undisturbed
     answers_again(server, 60)
     server.wait_idle(10)
 

@@ -295,6 +295,43 @@ def test_aborts_between_steps_free_all_blocks_and_leave_the_rest_alone(save, see
             assert answer == Answer(whole.token_ids, [], "length", answer.num_cached_tokens)
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        GREEDY,
+        SAMPLED.clone(top_p=0.9, logprobs=2),
+        SAMPLED.clone(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.5, min_tokens=20),
+        SAMPLED.clone(ignore_eos=False, min_tokens=6),
+    ],
+)
+def test_a_sequence_goes_on_in_another_engine_wherever_it_was_cut(save, sampling):
+    """As after the loss of a worker group: another engine gets the tokens that are out, and makes the rest."""
+    _, folder = save()
+    prompt = PROMPTS[3]
+    (whole,) = run(engine_for(folder), [Request("whole", prompt, sampling, index=2)])
+    num_tokens = len(whole.token_ids)
+    assert num_tokens > 5
+    cuts = range(num_tokens)
+    rest = [
+        Request(str(cut), prompt, sampling, index=2, output_token_ids=tuple(whole.token_ids[:cut]), attempt=1)
+        for cut in cuts
+    ]
+    answers = run(engine_for(folder, max_num_batched_tokens=16), rest)
+    for cut, answer in zip(cuts, answers, strict=True):
+        assert whole.token_ids[:cut] + answer.token_ids == whole.token_ids
+        assert answer.finish_reason == whole.finish_reason
+        for mine, expected in zip(answer.logprobs, whole.logprobs[cut:], strict=True):
+            assert mine.logprob == pytest.approx(expected.logprob, abs=TOLERANCE)
+
+
+def test_a_sequence_that_had_all_its_tokens_is_not_resumed(save):
+    _, folder = save()
+    engine = engine_for(folder)
+    with pytest.raises(InvalidRequest, match="2 tokens already"):
+        engine.add_request(Request("a", (5, 6), GREEDY.clone(max_tokens=2), output_token_ids=(7, 8), attempt=1))
+    assert not engine.scheduler.has_unfinished()
+
+
 def test_an_abort_before_the_first_step_and_of_the_last_request(save):
     _, folder = save()
     engine = engine_for(folder)
