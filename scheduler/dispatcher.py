@@ -246,7 +246,7 @@ class Dispatcher:
     def _match(self, entry: _Entry, pool: _Pool, now: float) -> Match:
         if entry.match is None or entry.matched_at != now:
             request = entry.request
-            num_tokens = len(request.token_ids)
+            num_tokens = request.num_tokens
             entry.match = pool.placement.match(request.block_hashes, num_tokens, request.sampling.max_tokens)
             entry.matched_at = now
         return entry.match

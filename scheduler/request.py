@@ -169,6 +169,11 @@ class Request:
     age: float = 0.0
 
     @property
+    def num_tokens(self) -> int:
+        """Of `token_ids`."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
     def token_ids(self) -> tuple[int, ...]:
         """All that must be computed before its next token."""
         return self.prompt_token_ids + self.output_token_ids

@@ -6,6 +6,7 @@ import pytest
 import ray
 import uvloop
 
+from pagedray.cluster import cluster_client
 from pagedray.cluster.channel import ChannelServer
 from pagedray.cluster.cluster_client import ClusterClient
 from pagedray.cluster.global_scheduler import SILENCE_SECONDS, GlobalScheduler, GroupInfo, GroupReport
@@ -288,6 +289,21 @@ def test_queued_requests_survive_the_scheduler():
     run(test)
 
 
+def test_a_scheduler_that_hangs_is_started_anew(monkeypatch):
+    async def test():
+        cluster = Cluster()
+        monkeypatch.setattr(cluster_client, "CALL_TIMEOUT", 0.1)
+        monkeypatch.setattr(ray, "kill", lambda handle, no_restart: no_restart or cluster.restart_scheduler())
+        hangs = cluster.scheduler
+        hangs.submit = hangs.stats = hangs.assignments = lambda *_: asyncio.sleep(60)
+        answer = asyncio.create_task(collect(cluster.client, request("r")))
+        await until(lambda: cluster.scheduler is not hangs)
+        await cluster.add_group(FakeLeader())
+        assert await answer == [3, 2, 1]
+
+    run(test)
+
+
 def test_news_that_got_lost_on_the_way_comes_again():
     async def test():
         cluster = Cluster()
@@ -299,7 +315,7 @@ def test_news_that_got_lost_on_the_way_comes_again():
             news = take_news(*args)
             if news.assigned and not lost:
                 lost.append(news)
-                raise TimeoutError
+                raise ray.exceptions.ActorUnavailableError("lost", None)
             return news
 
         cluster.scheduler._take_news = lose_the_first
