@@ -10,7 +10,8 @@
     │   └── DeadlineUnmeetable       429  the first token cannot come within the asked time: refused early, not late
     ├── EngineDead                   503  the worker group that held the request is gone; safe to retry
     ├── ConfigError                  500  a setting is wrong; raised at start, names key, value and what would be right
-    └── CheckpointError              500  a model's files are missing, damaged or not supported
+    ├── CheckpointError              500  a model's files are missing, damaged or not supported
+    └── KVTransferError              500  KV blocks came damaged, late or not at all; they are computed instead
 
 Every exception here can be pickled: its constructor takes the values it shows, in `args`.
 """
@@ -104,3 +105,7 @@ class ConfigError(PagedRayError):
 
 class CheckpointError(PagedRayError):
     code = "checkpoint_error"
+
+
+class KVTransferError(PagedRayError):
+    """KV blocks that should have come from elsewhere did not, or are not what they should be. No client sees it."""

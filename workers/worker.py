@@ -9,6 +9,7 @@ from ..scheduler.plan import StepPlan, StepResult
 from . import kv_cache
 from .checkpoint.load import Checkpoint, Progress, load_weights, open_checkpoint
 from .config import EngineConfig, ModelConfig
+from .kv_transfer import KVPort, fingerprint
 from .model_runner import ModelRunner
 from .models.decoder import Decoder
 from .parallel import RankGroup, Topology
@@ -69,6 +70,9 @@ class Worker:
         make_matcher = None
         if self.grammar_backend and model.shard.samples:
             make_matcher = self.grammar_backend(self.config.model, self.config.tokenizer, ends)
+        self.kv_port = KVPort(
+            caches, fingerprint(self.config, self.model_config, self.dtype), self.model_config, self.shard
+        )
         self.runner = ModelRunner(model, caches, self.config.block_size, ends, make_matcher, group)
         logger.info(
             "loaded %s: %d layers, %s, KV pool of %d tokens, context of %d",

@@ -1,0 +1,163 @@
+"""KV blocks on their way between ranks: packed into one array, checked, and unpacked by a rank with any other split.
+
+Wire layout: `[num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim]`, K before V, of the layers and heads of
+the rank that packed it. What lies together is a unit: all blocks of one head of one layer, K or V. A rank that holds
+other layers or heads takes the units that it needs, from one piece or several, and checks no more than those.
+"""
+
+import ctypes
+import hashlib
+import zlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..scheduler.errors import KVTransferError
+from .config import EngineConfig, ModelConfig
+from .partition import Range, Shard, whole_model
+
+
+@dataclass(frozen=True, slots=True)
+class KVPiece:
+    """What an array of packed blocks is: the part of some blocks that one rank had."""
+
+    fingerprint: str  # of model and dtype: what must be equal for the bytes to mean the same
+    dtype: str
+    layers: tuple[int, int]  # [first, last + 1)
+    kv_heads: tuple[int, int]
+    num_blocks: int
+    block_size: int
+    head_dim: int
+    checksums: bytes  # CRC-32 of every unit, in the order of the layout, as uint32
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int, int]:
+        layers, heads = self.layers[1] - self.layers[0], self.kv_heads[1] - self.kv_heads[0]
+        return layers, 2, heads, self.num_blocks, self.block_size, self.head_dim
+
+    def overlaps(self, shard: Shard) -> bool:
+        """Whether a rank with that shard needs something of it."""
+        return bool(_common(self.layers, shard.layers)) and bool(_common(self.kv_heads, shard.kv_heads))
+
+
+def fingerprint(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> str:
+    """Equal for ranks whose blocks mean the same, however the model is split."""
+    text = repr((config.model, config.quantization, config.block_size, model, str(dtype)))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+class KVPort:
+    """A rank's KV tensors, for other ranks. Any thread may use it beside the one that computes: nobody writes blocks
+    that are being packed, nobody reads those that are being unpacked. Whoever asks for either sees to that.
+    """
+
+    def __init__(
+        self,
+        caches: Sequence[tuple[Tensor, Tensor]],
+        fingerprint: str,
+        config: ModelConfig,
+        shard: Shard | None = None,
+    ):
+        """`caches`: K and V of each of the rank's layers, `[num_blocks, num_kv_heads, block_size, head_dim]`."""
+        self.caches = caches
+        self.fingerprint = fingerprint
+        self.shard = shard or whole_model(config)
+
+    def pack(self, block_ids: Sequence[int]) -> tuple[KVPiece, np.ndarray]:
+        """This rank's part of some blocks, as bytes in the wire layout."""
+        first = self.caches[0][0]
+        _, num_heads, block_size, head_dim = first.shape
+        ids = torch.tensor(block_ids)
+        shape = (len(self.caches), 2, num_heads, len(block_ids), block_size, head_dim)
+        data = np.empty(int(np.prod(shape)) * first.element_size(), np.uint8)
+        units = torch.from_numpy(data).view(first.dtype).view(shape)
+        crcs = array("I")
+        for layer, pair in zip(units, self.caches, strict=True):
+            for unit, cache in zip(layer, pair, strict=True):
+                unit.copy_(cache.index_select(0, ids).transpose(0, 1))
+                crcs.extend(_crc(head) for head in unit)  # while it is in the core's cache
+        layers, heads = self.shard.layers, self.shard.kv_heads
+        piece = KVPiece(
+            self.fingerprint,
+            str(first.dtype),
+            (layers.start, layers.stop),
+            (heads.start, heads.stop),
+            len(block_ids),
+            block_size,
+            head_dim,
+            crcs.tobytes(),
+        )
+        return piece, data
+
+    def unpack(self, pieces: Sequence[tuple[KVPiece, np.ndarray]], first: int, block_ids: Sequence[int]) -> None:
+        """Write blocks `first`, `first + 1`, … of a run into `block_ids`. `pieces` are the parts of its ranks.
+
+        Raises `KVTransferError` where they are of another model or shape, damaged, or lack something of this rank's.
+        What has been written by then is undefined.
+        """
+        shard = self.shard
+        missing = {(layer, head) for layer in _numbers(shard.layers) for head in _numbers(shard.kv_heads)}
+        ids = torch.tensor(block_ids)
+        for piece, data in pieces:
+            units, crcs = self._open(piece, data, first, len(block_ids))
+            heads = _common(piece.kv_heads, shard.kv_heads)
+            for layer in _common(piece.layers, shard.layers):
+                # Ranks beyond the number of heads share one: what has come once is not wanted again.
+                wanted = [head for head in heads if (layer, head) in missing]
+                if not wanted:
+                    continue
+                low, high = wanted[0] - piece.kv_heads[0], wanted[-1] + 1 - piece.kv_heads[0]
+                source = units[layer - piece.layers[0], :, low:high]  # [2, heads, blocks, block_size, head_dim]
+                expected = crcs[layer - piece.layers[0], :, low:high].reshape(-1).tolist()
+                if [_crc(head) for kv in source for head in kv] != expected:
+                    raise KVTransferError(f"KV of layer {layer} is damaged: its checksum is another")
+                for kv, cache in zip(source, self.caches[layer - shard.layers.start], strict=True):
+                    target = cache[:, wanted[0] - shard.kv_heads.start : wanted[-1] + 1 - shard.kv_heads.start]
+                    target.index_copy_(0, ids, kv[:, first : first + len(block_ids)].transpose(0, 1))
+                missing.difference_update((layer, head) for head in wanted)
+        if missing:
+            layer, head = min(missing)
+            raise KVTransferError(f"KV of layer {layer}, head {head} is in none of the {len(pieces)} pieces")
+
+    def _open(self, piece: KVPiece, data: np.ndarray, first: int, count: int) -> tuple[Tensor, np.ndarray]:
+        """A piece as a tensor in the wire layout, and its units' checksums `[num_layers, 2, num_kv_heads]`."""
+        cache = self.caches[0][0]
+        mine = (self.fingerprint, str(cache.dtype), *cache.shape[2:])
+        theirs = (piece.fingerprint, piece.dtype, piece.block_size, piece.head_dim)
+        if mine != theirs:
+            raise KVTransferError(f"KV is of another model, dtype or block size: {theirs}, here it is {mine}")
+        shape = piece.shape
+        num_bytes = int(np.prod(shape)) * cache.element_size()
+        num_units = int(np.prod(shape[:3]))
+        if data.dtype != np.uint8 or data.size != num_bytes or len(piece.checksums) != 4 * num_units:
+            raise KVTransferError(f"KV of shape {shape} must have {num_bytes} bytes, not {data.size}")
+        if not 0 <= first <= first + count <= piece.num_blocks:
+            raise KVTransferError(f"blocks {first} to {first + count} of a run of {piece.num_blocks}")
+        crcs = np.frombuffer(piece.checksums, np.uint32).reshape(shape[:3])
+        return _tensor_over(np.ascontiguousarray(data)).view(cache.dtype).view(shape), crcs
+
+
+def _crc(unit: Tensor) -> int:
+    """unit [blocks, block_size, head_dim], contiguous. Lets other threads run meanwhile."""
+    return zlib.crc32(unit.reshape(-1).view(torch.uint8).numpy())
+
+
+def _tensor_over(data: np.ndarray) -> Tensor:
+    """A tensor over bytes that may be read-only, as those in an object store are; nobody may write it."""
+    if data.flags.writeable:
+        return torch.from_numpy(data)
+    memory = (ctypes.c_uint8 * data.size).from_address(data.ctypes.data)
+    memory.owner = data  # lives as long as the tensor
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _common(span: tuple[int, int], mine: Range) -> range:
+    return range(max(span[0], mine.start), min(span[1], mine.stop))
+
+
+def _numbers(span: Range) -> range:
+    return range(span.start, span.stop)
