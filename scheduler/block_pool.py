@@ -4,6 +4,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 BlockHash = bytes  # 128 bits of a chained BLAKE2b: the same in every process and on every machine
 
@@ -142,6 +143,19 @@ class BlockPool:
         """Everything that is findable; `take_changes` then tells what changes from here on."""
         self._changes.clear()
         return list(self._cached)
+
+    def next_evicted(self, count: int) -> list[BlockHash]:
+        """The cached prefixes among the `count` free blocks that are handed out next."""
+        return [self._hashes[b] for b in islice(self._free, count) if b in self._hashes]
+
+    def chain(self, block_hash: BlockHash) -> list[BlockHash]:
+        """A cached prefix, from its first block on."""
+        hashes: list[BlockHash] = []
+        link: BlockHash | None = block_hash
+        while link is not None:
+            hashes.append(link)
+            link = self._parents[link]
+        return hashes[::-1]
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give a sequence's blocks back. The end of a prefix is evicted before its beginning."""

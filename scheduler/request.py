@@ -7,6 +7,7 @@ from json import dumps
 from typing import Any
 
 from .errors import InvalidRequest
+from .kv_fetch import KVSource
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -162,6 +163,7 @@ class Request:
     cache_salt: str = ""  # requests share cached prefixes only with the same salt
     block_hashes: tuple[bytes, ...] = ()  # of the prompt's full blocks; without them it is placed by load alone
     ttft_target: float | None = None  # seconds to the first token, past which it is worth nothing
+    kv_source: KVSource | None = None  # where its group should fetch blocks from; the global scheduler says
     # Of one that goes on after its worker group was lost: the tokens it has made, how many groups were lost with it
     # (it was admitted long ago, and keeps its place), and the seconds since it came.
     output_token_ids: tuple[int, ...] = ()

@@ -12,18 +12,28 @@ Where the model is a pipeline of stages, several steps are in flight (Sarathi): 
 one's result is there. Every rank executes plans in order, so the next chunk of a prompt may follow the one before it,
 and a prefix may be shared as soon as the step that computes it is planned. A sequence whose next token is being drawn
 waits for it, and one in flight is not preempted: who needs its blocks waits for its step to come back.
+
+Blocks may come from elsewhere (`kv_fetch.py`): who needs them waits, and others run. And they may go elsewhere
+(`kv_publish.py`), which keeps them for a while.
 """
 
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .block_pool import BlockHash, BlockPool
 from .cost_model import CostModel
 from .errors import ConfigError, ContextLengthExceeded, InvalidRequest
+from .kv_fetch import KVFetch, KVFetches, KVSource
+from .kv_publish import Publisher
 from .placement import GroupLoad
 from .plan import NewSequence, ScheduledSequence, StepPlan, StepResult
 from .request import Request, SequenceOutput
 from .sequence import Sequence
+
+# A fetch may take so much longer than it was reckoned to take.
+_FETCH_SLACK_SECONDS = 1.0
+_FETCH_SLACK = 3.0
 
 # A pipeline's prompts are cut for several batches, but not finer: below this many tokens a step hardly gets shorter.
 MIN_PIPELINE_CHUNK = 64
@@ -41,6 +51,7 @@ class SchedulerStats:
     prefix_cache_queries: int  # tokens looked up
     prefix_cache_hits: int  # tokens found
     num_steps: int
+    num_waiting_for_kv: int = 0  # of those that wait, for blocks that are on their way
 
 
 class StepScheduler:
@@ -57,13 +68,19 @@ class StepScheduler:
         enable_prefix_caching: bool = True,
         priority_weight: float = 10.0,
         max_in_flight: int = 1,
+        publisher: Callable[[BlockPool], Publisher] | None = None,
+        kv_fetch_timeout: float = 30.0,
     ):
+        """`publisher` makes what offers cached blocks to others; `kv_fetch_timeout`: seconds that any fetch may take."""
         if max_model_len > num_blocks * block_size:
             raise ConfigError(
                 f"max_model_len is {max_model_len} tokens but the KV pool holds {num_blocks * block_size} "
                 f"({num_blocks} blocks of {block_size}); raise kv_cache_memory or lower max_model_len"
             )
         self.pool = BlockPool(num_blocks, block_size, enable_prefix_caching)
+        self.fetches = KVFetches(self.pool)
+        self.publisher = publisher(self.pool) if publisher and enable_prefix_caching else None
+        self.kv_fetch_timeout = kv_fetch_timeout
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -103,6 +120,8 @@ class StepScheduler:
         self._next_seq_id += 1
         self._sequences[request.request_id] = self._by_seq_id[seq.seq_id] = seq
         insort(self._waiting, seq, key=_key)
+        if request.kv_source is not None:
+            self._fetch(seq, request.kv_source, now)
 
     def abort(self, request_id: str) -> bool:
         """Forget a request and free its blocks now. False where it is not (or no longer) known.
@@ -126,6 +145,30 @@ class StepScheduler:
 
     def request_ids(self) -> list[str]:
         return list(self._sequences)
+
+    # -- blocks from elsewhere ----------------------------------------------------------------------------------------
+
+    def _fetch(self, seq: Sequence, source: KVSource, now: float) -> None:
+        """Order what the source has beyond what is here, if there is room for it now; else it will be computed."""
+        hashes = self._wanted_hashes(seq)[: source.num_blocks]
+        prefix = self.pool.lookup(hashes)
+        missing = len(hashes) - len(prefix)
+        if not missing or self.fetches.is_arriving(hashes[len(prefix)]):
+            return
+        if missing + self.pool.num_unused(prefix) > self._num_spare():
+            return
+        timeout = min(self.kv_fetch_timeout, _FETCH_SLACK_SECONDS + _FETCH_SLACK * source.seconds)
+        after_step = self._step_id - 1
+        self.fetches.begin(seq.request.request_id, source, hashes, prefix, now + timeout, after_step)
+
+    def take_fetches(self, now: float) -> list[KVFetch]:
+        """What the ranks should fetch from now on; what is late is no longer waited for. End each by `end_fetch`."""
+        self.fetches.expire(now)
+        return self.fetches.take(min(self._in_flight, default=self._step_id))
+
+    def end_fetch(self, fetch_id: int, num_blocks: int) -> None:
+        """The ranks are done with a fetch, and have its first `num_blocks` blocks."""
+        self.fetches.end(fetch_id, num_blocks)
 
     # -- schedule -----------------------------------------------------------------------------------------------------
 
@@ -159,12 +202,17 @@ class StepScheduler:
     def _admit(self) -> None:
         """Move waiting sequences to the running set, in key order, while there are slots and blocks."""
         pending = self._pending_prefixes() if self._waiting else {}
-        for seq in self._waiting[: self.max_num_seqs]:
-            seq.extend_hashes(self.block_size)
-            # The last token is always computed: its logits are what the sequence came for.
-            hashes = seq.block_hashes[: (len(seq.token_ids) - 1) // self.block_size]
+        num_considered = 0
+        for seq in list(self._waiting):
+            if num_considered == self.max_num_seqs:
+                return
+            hashes = self._wanted_hashes(seq)
             blocks = self.pool.lookup(hashes)
-            if len(blocks) < len(hashes) and pending.get(hashes[len(blocks)], seq.key) < seq.key:
+            next_hash = hashes[len(blocks)] if len(blocks) < len(hashes) else None
+            if next_hash is not None and self.fetches.is_arriving(next_hash):
+                continue  # what it needs next is on its way
+            num_considered += 1
+            if next_hash is not None and pending.get(next_hash, seq.key) < seq.key:
                 continue  # a sequence before it is computing what it needs next: wait a few steps, then share
             while not self._fits(seq, blocks):
                 victim = self._last_preemptible()
@@ -182,6 +230,11 @@ class StepScheduler:
             self._waiting.remove(seq)
             insort(self._running, seq, key=_key)
 
+    def _wanted_hashes(self, seq: Sequence) -> list[BlockHash]:
+        """Of the blocks that it could share. The last token is always computed: its logits are what it came for."""
+        seq.extend_hashes(self.block_size)
+        return seq.block_hashes[: (len(seq.token_ids) - 1) // self.block_size]
+
     def _pending_prefixes(self) -> dict[BlockHash, tuple[float, int]]:
         """Prefixes that running sequences have yet to compute, and the key of the one that will."""
         pending: dict[BlockHash, tuple[float, int]] = {}
@@ -195,10 +248,14 @@ class StepScheduler:
         """Is there a slot, and are there blocks for all its tokens beside what running ones still need?"""
         if len(self._running) >= self.max_num_seqs:
             return False
+        needed = self._blocks_for(len(seq.token_ids)) - len(cached) + self.pool.num_unused(cached)
+        return needed <= self._num_spare()
+
+    def _num_spare(self) -> int:
+        """Free blocks that those which run will not need."""
         promised = sum(max(0, self._blocks_for(len(r.token_ids)) - len(r.block_ids)) for r in self._running)
         headroom = len(self._running)  # a block each to grow into, or they would be preempted for the newcomer
-        needed = self._blocks_for(len(seq.token_ids)) - len(cached) + self.pool.num_unused(cached)
-        return needed <= self.pool.num_free - promised - headroom
+        return self.pool.num_free - promised - headroom
 
     def _share_budget(self) -> dict[int, int]:
         """Tokens of this step for each running sequence.
@@ -319,6 +376,9 @@ class StepScheduler:
             seq.awaits_token = False
             seq.token_ids.append(sampled.token_id)
             finish_reason, stop_token_id = self._finish_reason(seq)
+            if self.publisher is not None and (seq.num_output_tokens == 1 or finish_reason):
+                computed = seq.block_hashes[: seq.num_computed_tokens // self.block_size]
+                self.publisher.computed(computed, (seq.num_cached_tokens or 0) // self.block_size)
             outputs.append(
                 SequenceOutput(
                     request_id=seq.request.request_id,
@@ -359,6 +419,7 @@ class StepScheduler:
             prefix_cache_queries=self._prefix_cache_queries,
             prefix_cache_hits=self._prefix_cache_hits,
             num_steps=self._step_id,
+            num_waiting_for_kv=self.fetches.num_awaited,
         )
 
     def load(self, num_received: int, cost: CostModel) -> GroupLoad:
@@ -385,6 +446,11 @@ class StepScheduler:
         assert len(self._running) + len(self._waiting) == len(self._sequences) == len(self._by_seq_id)
         assert len(self._running) <= self.max_num_seqs
         users = [0] * self.pool.num_blocks
+        self.fetches.check_integrity()
+        if self.publisher is not None:
+            self.publisher.check_integrity()
+        for block in (*self.fetches.users(), *(self.publisher.users() if self.publisher else ())):
+            users[block] += 1
         for seq in self._running + self._waiting:
             for block in seq.block_ids:
                 users[block] += 1
