@@ -19,6 +19,7 @@ from ray.actor import ActorHandle
 
 from ..scheduler.dispatcher import Dispatcher
 from ..scheduler.errors import GroupLost, PagedRayError
+from ..scheduler.kv_sources import FetchOutcome
 from ..scheduler.placement import GroupCapacity, GroupLoad
 from ..scheduler.prefix_index import BlockEvents
 from ..scheduler.request import Request
@@ -102,6 +103,53 @@ class GroupReport:
     load: GroupLoad | None = None
     blocks: tuple[BlockEvents, ...] = ()  # in order
     served: tuple[tuple[str, int], ...] = ()  # tenant, tokens made for it since the last report
+    fetches: tuple[FetchOutcome, ...] = ()  # that have ended since the last report
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """Of a node's KV store; counts are running totals."""
+
+    budget: int  # bytes
+    num_bytes: int
+    num_runs: int
+    num_published: int
+    num_refused: int  # not worth what would have had to go
+    num_failed: int
+    num_evicted: int
+    num_reads: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReport:
+    node_id: str
+    blocks: BlockEvents | None
+    stats: StoreStats
+
+
+@dataclass(frozen=True, slots=True)
+class FetchStats:
+    """Running totals of a group's fetches from one kind of place that ended in one way."""
+
+    model: str
+    group_id: str
+    source: str  # "node": the group's own, "network"
+    outcome: str  # "ok", or what kept blocks away
+    num_fetches: int = 0
+    num_blocks: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    predicted_seconds: float = 0.0
+
+    def plus(self, ended: FetchOutcome) -> "FetchStats":
+        return replace(
+            self,
+            num_fetches=self.num_fetches + 1,
+            num_blocks=self.num_blocks + ended.num_blocks,
+            num_bytes=self.num_bytes + ended.num_bytes,
+            seconds=self.seconds + ended.seconds,
+            predicted_seconds=self.predicted_seconds + ended.predicted_seconds,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +165,9 @@ class GroupStatus:
 class ClusterStats:
     num_queued: dict[str, int]  # by model
     groups: tuple[GroupStatus, ...]
+    stores: tuple[tuple[str, StoreStats], ...] = ()  # by node
+    fetches: tuple[FetchStats, ...] = ()
+    fetch_decisions: tuple[tuple[str, int, int], ...] = ()  # model, prefixes fetched, those computed all the same
 
 
 def group_gone() -> GroupLost:
@@ -136,6 +187,9 @@ class GlobalScheduler:
         self.groups: dict[str, GroupInfo] = {}
         self.reports: dict[str, SchedulerStats] = {}
         self.last_heard: dict[str, float] = {}  # group id -> when it last reported
+        self.stores: dict[str, StoreStats] = {}  # by node id
+        self.store_heard: dict[str, float] = {}
+        self.fetches: dict[tuple[str, str, str], FetchStats] = {}
         self.last_asked: dict[str, float] = {}  # ingress id -> when it last asked for news
         self.ingress_of: dict[str, str] = {}  # request id -> ingress id
         self.news: dict[str, list[_News]] = {}  # by ingress id: what it has not acknowledged
@@ -217,7 +271,9 @@ class GlobalScheduler:
             GroupStatus(g.group_id, g.model, g.max_model_len, self.reports.get(g.group_id), g.capacity.block_size)
             for g in self.groups.values()
         )
-        return ClusterStats(self.dispatcher.num_queued(), groups)
+        decisions = tuple((model, *counts) for model, counts in self.dispatcher.num_fetches().items())
+        stores, fetches = tuple(self.stores.items()), tuple(self.fetches.values())
+        return ClusterStats(self.dispatcher.num_queued(), groups, stores, fetches, decisions)
 
     # -- what groups call ---------------------------------------------------------------------------------------------
 
@@ -248,6 +304,8 @@ class GlobalScheduler:
         self.last_heard[report.group_id] = self.last_called = time.monotonic()
         if not all([self.dispatcher.block_events(report.group_id, events) for events in report.blocks]):
             self._spawn(self._call_leader(report.group_id, "send_snapshot", None))
+        for ended in report.fetches:
+            self._fetched(report.group_id, ended)
         for tenant, tokens in report.served:
             self.dispatcher.served(self.groups[report.group_id].model, tenant, tokens)
         for request_id in report.finished:
@@ -258,6 +316,24 @@ class GlobalScheduler:
         self._dispatch()
         return True
 
+    def _fetched(self, group_id: str, ended: FetchOutcome) -> None:
+        self.dispatcher.sources.learn(ended, time.monotonic())
+        source, outcome = "node" if ended.same_node else "network", ended.failure or "ok"
+        key = group_id, source, outcome
+        so_far = self.fetches.get(key) or FetchStats(self.groups[group_id].model, *key)
+        self.fetches[key] = so_far.plus(ended)
+
+    async def report_store(self, report: StoreReport) -> bool:
+        """What a node's KV store has. False: something is missing, send everything."""
+        sources = self.dispatcher.sources
+        if report.node_id not in sources:
+            if report.blocks is None or not report.blocks.snapshot:
+                return False
+            sources.add(report.node_id, report.node_id)
+        self.stores[report.node_id] = report.stats
+        self.store_heard[report.node_id] = time.monotonic()
+        return report.blocks is None or self.dispatcher.block_events(report.node_id, report.blocks)
+
     async def remove_group(self, group_id: str) -> None:
         """A group leaves or was found dead. What it held fails with a retriable error."""
         info = self.groups.pop(group_id, None)
@@ -267,6 +343,7 @@ class GlobalScheduler:
         self.last_heard.pop(group_id, None)
         if info is None:
             return
+        self.fetches = {key: stats for key, stats in self.fetches.items() if key[0] != group_id}
         for request_id in self.dispatcher.remove_group(group_id):
             ingress_id = self.ingress_of.pop(request_id, None)
             if ingress_id:
@@ -316,6 +393,10 @@ class GlobalScheduler:
             for group_id in [g for g, heard in self.last_heard.items() if now - heard > SILENCE_SECONDS]:
                 logger.warning("group %s has been silent for %.0f s", group_id, SILENCE_SECONDS)
                 await self.remove_group(group_id)
+            for node_id in [n for n, heard in self.store_heard.items() if now - heard > SILENCE_SECONDS]:
+                logger.warning("the KV store of node %s has been silent for %.0f s", node_id, SILENCE_SECONDS)
+                self.dispatcher.sources.remove(node_id)
+                del self.stores[node_id], self.store_heard[node_id]
             for ingress_id in [i for i, asked in self.last_asked.items() if now - asked > _KEEP_NEWS_SECONDS]:
                 del self.last_asked[ingress_id]
                 self.news.pop(ingress_id, None)

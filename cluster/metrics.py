@@ -62,6 +62,7 @@ class RequestMetrics:
         """Everything in Prometheus's text format."""
         groups = CollectorRegistry()
         groups.register(_GroupCollector(cluster))
+        groups.register(_KVCollector(cluster))
         return generate_latest(self.registry) + generate_latest(groups)
 
 
@@ -81,6 +82,10 @@ class _GroupCollector:
         gauges = {
             "num_requests_running": ("Sequences in the running set.", lambda s: s.num_running),
             "num_requests_waiting": ("Sequences waiting in the group.", lambda s: s.num_waiting),
+            "num_requests_waiting_for_kv": (
+                "Fetches of KV blocks that sequences wait for.",
+                lambda s: s.num_waiting_for_kv,
+            ),
             "kv_cache_usage_perc": (
                 "Share of KV blocks in use, 0 to 1.",
                 lambda s: s.num_used_blocks / s.num_blocks,
@@ -99,3 +104,48 @@ class _GroupCollector:
                     if group.stats is not None:
                         metric.add_metric([group.model, group.group_id], value(group.stats))
                 yield metric
+
+
+class _KVCollector:
+    """KV blocks that are shared through the nodes' stores, as the global scheduler knows of them."""
+
+    def __init__(self, cluster: ClusterStats):
+        self.cluster = cluster
+
+    def collect(self) -> Iterator[Metric]:
+        decisions = CounterMetricFamily(
+            "pagedray:kv_fetch_decisions",
+            "Requests of whose prompt a store had more than their group: fetched, or computed as that was faster.",
+            labels=["model_name", "decision"],
+        )
+        for model, fetched, computed in self.cluster.fetch_decisions:
+            decisions.add_metric([model, "fetch"], fetched)
+            decisions.add_metric([model, "recompute"], computed)
+        yield decisions
+        of_fetches = {
+            "kv_fetches": ("Fetches that ended, by outcome.", lambda f: f.num_fetches),
+            "kv_fetch_blocks": ("Blocks that came.", lambda f: f.num_blocks),
+            "kv_fetch_bytes": ("Bytes that came.", lambda f: f.num_bytes),
+            "kv_fetch_seconds": ("What fetches took.", lambda f: f.seconds),
+            "kv_fetch_predicted_seconds": ("What they were reckoned to take.", lambda f: f.predicted_seconds),
+        }
+        for name, (text, value) in of_fetches.items():
+            family = CounterMetricFamily(f"pagedray:{name}", text, labels=["model_name", "group", "source", "outcome"])
+            for fetches in self.cluster.fetches:
+                family.add_metric([fetches.model, fetches.group_id, fetches.source, fetches.outcome], value(fetches))
+            yield family
+        of_stores = {
+            "kv_store_bytes": (GaugeMetricFamily, "Bytes of KV in a node's store.", lambda s: s.num_bytes),
+            "kv_store_budget_bytes": (GaugeMetricFamily, "Bytes that it may hold.", lambda s: s.budget),
+            "kv_store_runs": (GaugeMetricFamily, "Runs of blocks in it.", lambda s: s.num_runs),
+            "kv_store_published": (CounterMetricFamily, "Runs that it took.", lambda s: s.num_published),
+            "kv_store_refused": (CounterMetricFamily, "Runs that were worth too little.", lambda s: s.num_refused),
+            "kv_store_failed": (CounterMetricFamily, "Runs that did not come.", lambda s: s.num_failed),
+            "kv_store_evicted": (CounterMetricFamily, "Runs that went.", lambda s: s.num_evicted),
+            "kv_store_reads": (CounterMetricFamily, "Reads that found something.", lambda s: s.num_reads),
+        }
+        for name, (kind, text, value) in of_stores.items():
+            metric = kind(f"pagedray:{name}", text, labels=["node"])
+            for node, stats in self.cluster.stores:
+                metric.add_metric([node], value(stats))
+            yield metric

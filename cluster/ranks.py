@@ -12,6 +12,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 if TYPE_CHECKING:
     from ..workers.executor import GroupAddress
+    from ..workers.worker import Worker
+    from .kv_connector import KVThreads, Unpacked
+    from .kv_store import KVPart
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +79,8 @@ class RankPlaces:
     def launch(self, address: "GroupAddress", rank: int) -> "RankHandle":
         """Start a rank as an actor, which is a child of this process and dies with it."""
         actor: Any = ray.remote(Rank)
-        return RankHandle(actor.options(**self.options(rank)).remote(), address, rank)
+        options = self.options(rank) | {"max_concurrency": 3}  # computing, packing, unpacking
+        return RankHandle(actor.options(**options).remote(), address, rank)
 
 
 def _nodes(placement_group: PlacementGroup) -> list[str]:
@@ -87,10 +91,27 @@ def _nodes(placement_group: PlacementGroup) -> list[str]:
 class Rank:
     """The actor of a rank that is not the leader."""
 
+    kv: "KVThreads | None" = None  # once it has loaded
+
     def run(self, address: "GroupAddress", rank: int) -> None:
         from ..workers import rank as workers_rank  # brings torch, which the leader's process has already
 
-        workers_rank.run(address, rank)
+        workers_rank.run(address, rank, on_ready=self._ready)
+
+    def _ready(self, worker: "Worker") -> None:
+        from .kv_connector import KVThreads
+
+        self.kv = KVThreads(worker.kv_port)
+
+    def pack_kv(self, block_ids: Sequence[int]) -> Any:
+        """This rank's part of some blocks: what it is, and the bytes."""
+        assert self.kv is not None, "asked by a leader that knows it as ready"
+        return self.kv.packing.submit(self.kv.port.pack, block_ids).result()
+
+    def unpack_kv(self, parts: "Sequence[KVPart]", block_ids: Sequence[int], seconds: float) -> "Unpacked":
+        """Write blocks that others have packed; see `KVThreads.unpack`."""
+        assert self.kv is not None, "asked by a leader that knows it as ready"
+        return self.kv.unpacking.submit(self.kv.unpack, parts, block_ids, seconds).result()
 
 
 class RankHandle:

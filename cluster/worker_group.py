@@ -17,6 +17,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
@@ -24,17 +25,20 @@ from ray.actor import ActorHandle
 
 from ..scheduler.errors import EngineDead, GroupLost, PagedRayError
 from ..scheduler.placement import GroupLoad
-from ..scheduler.prefix_index import BlockEvents
+from ..scheduler.prefix_index import BlockEvents, unpack
 from ..scheduler.request import Request, SequenceOutput
 from ..workers.config import EngineConfig
 from . import global_scheduler
 from .channel import ChannelServer
 from .global_scheduler import CALL_TIMEOUT, FORGOTTEN_SECONDS, GroupInfo, GroupReport
-from .ranks import RankPlaces
+from .kv_connector import KVConnector
+from .ranks import RankHandle, RankPlaces
 from .token_stream import StreamAddress, TokenFrame, TokenServer
 
 if TYPE_CHECKING:
     from ..workers.checkpoint.load import Progress
+    from ..workers.engine import Engine
+    from ..workers.executor import GroupAddress
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +46,7 @@ _T = TypeVar("_T")
 
 _REPORT_SECONDS = 0.5
 _COUNT_SECONDS = 0.1  # how often the load is counted while nothing ends
+_STALLED_SECONDS = 0.02  # how often deadlines are looked at where nothing else happens
 _STUCK_SECONDS = 60.0  # a step that takes longer than this is taken for a hang
 _WATCH_SECONDS = 1.0  # how often a leader tells its replica that all is well
 _SILENCE_SECONDS = 4.0  # a leader that has not told for so long is taken for dead
@@ -55,7 +60,16 @@ class Leader:
     sends itself, before it begins the next step, which takes all cores; all else it hands to the event loop.
     """
 
-    def __init__(self, group_id: str, model: str, config: EngineConfig, scheduler: ActorHandle, places: RankPlaces):
+    def __init__(
+        self,
+        group_id: str,
+        model: str,
+        config: EngineConfig,
+        scheduler: ActorHandle,
+        places: RankPlaces,
+        application: str,
+    ):
+        self.application = application
         self.group_id = group_id
         self.model = model
         self.config = config
@@ -74,6 +88,8 @@ class Leader:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._step_began: float | None = None
         self._reporter: asyncio.Task | None = None
+        self.rank_actors: dict[int, ActorHandle] = {}  # beside this one
+        self.kv: KVConnector | None = None  # once it has loaded, where KV is shared
 
     async def load(self, timeout: float) -> None:
         """Load and warm up the model within `timeout` seconds, then join the cluster."""
@@ -90,6 +106,9 @@ class Leader:
             await asyncio.wait([self._loaded], timeout=FORGOTTEN_SECONDS / 3)
         await self._loaded
         self.stats = self.engine.stats()
+        if self.config.kv_transfer_config.kv_connector is not None:
+            me = ray.get_runtime_context().current_actor
+            self.kv = KVConnector(self.application, self.group_id, self.engine, self.rank_actors, me, self._in_engine)
         await self._register()
         self._reporter = asyncio.create_task(self._report_for_ever())
 
@@ -116,6 +135,15 @@ class Leader:
     async def send_snapshot(self, _: None) -> None:
         """The scheduler has missed something of the cache's changes: tell it everything."""
         self._inbox.put(self._take_snapshot)
+
+    async def pack_kv(self, block_ids: Sequence[int]) -> Any:
+        """For the store of this node: rank 0's part of some blocks, what it is and the bytes."""
+        assert self.kv is not None
+        return await self.kv.pack(block_ids)
+
+    async def kv_dropped(self, hashes: bytes) -> None:
+        """The store of this node has dropped these blocks."""
+        self._in_engine(lambda engine: engine.forget_published(unpack(hashes)))
 
     async def open_stream(self, ingress_id: str) -> StreamAddress:
         """Where the ingress finds its tokens from now on."""
@@ -149,11 +177,13 @@ class Leader:
             host = ray.util.get_node_ip_address()  # the one that other nodes know, of a host with several
             progress = _show_progress(self.model)
             executor = make_executor(
-                self.config, progress, self.places.launch, host, GrammarCompiler, start_timeout=self.load_timeout
+                self.config, progress, self._launch, host, GrammarCompiler, start_timeout=self.load_timeout
             )
-            self.engine = Engine(self.config, grammar_backend=GrammarCompiler, executor=executor)
+            shares_kv = self.config.kv_transfer_config.kv_connector is not None
+            self.engine = Engine(self.config, grammar_backend=GrammarCompiler, executor=executor, shares_kv=shares_kv)
             _say(f"warming up {self.model}")
             self.engine.warm_up()
+            self.load_now = self.engine.load()  # a group that says nothing of its load is doubted
         except BaseException as error:
             self.loop.call_soon_threadsafe(self._loaded.set_exception, error)
             return
@@ -166,6 +196,9 @@ class Leader:
                 outputs = self.engine.step()
                 self._step_began = None
                 self._send(outputs)
+                self._order_kv()
+                if self.engine.stalled:
+                    self._wait_for_news()
                 self.stats = self.engine.stats()
                 ended = [o.request_id for o in outputs if o.finish_reason]
                 if ended or time.monotonic() > self._counted_at + _COUNT_SECONDS:
@@ -175,6 +208,34 @@ class Leader:
         except BaseException as error:  # whatever it is, nobody else would tell
             logger.exception("the engine of group %s stopped", self.group_id)
             self.loop.call_soon_threadsafe(self._die, error)
+
+    def _launch(self, address: "GroupAddress", rank: int) -> RankHandle:
+        handle = self.places.launch(address, rank)
+        self.rank_actors[rank] = handle.actor
+        return handle
+
+    def _in_engine(self, function: "Callable[[Engine], None]") -> None:
+        def run() -> None:
+            function(self.engine)
+            self._order_kv()
+            self.stats = self.engine.stats()
+            self._count()
+
+        self._inbox.put(run)
+
+    def _order_kv(self) -> None:
+        """Have blocks fetched that sequences wait for, and given away that others may want."""
+        if self.kv is not None:
+            fetches, publications = self.engine.take_fetches(), self.engine.take_publications()
+            if fetches or publications:
+                self.loop.call_soon_threadsafe(self.kv.begin, fetches, publications)
+
+    def _wait_for_news(self) -> None:
+        """All sequences wait for blocks: until something comes, or one of them has waited long enough."""
+        try:
+            self._inbox.get(timeout=_STALLED_SECONDS)()
+        except queue.Empty:
+            pass
 
     def _count(self) -> None:
         self._counted_at = time.monotonic()
@@ -263,7 +324,10 @@ class Leader:
         info = GroupInfo(
             group_id=self.group_id,
             model=self.model,
-            capacity=self.engine.capacity(window=2 * self.config.max_num_seqs),
+            capacity=replace(
+                self.engine.capacity(window=2 * self.config.max_num_seqs),
+                node=ray.get_runtime_context().get_node_id(),
+            ),
             num_received=self._num_received,
             max_model_len=self.engine.max_model_len,
             leader=ray.get_runtime_context().current_actor,
@@ -287,7 +351,8 @@ class Leader:
             self.tokens.beat()
             finished, self.finished = self.finished, []
             blocks, served = _drain(self._blocks), _drain(self._served)
-            report = GroupReport(self.group_id, tuple(finished), self.stats, self.load_now, blocks, served)
+            fetches = self.kv.take_outcomes() if self.kv is not None else ()
+            report = GroupReport(self.group_id, tuple(finished), self.stats, self.load_now, blocks, served, fetches)
             try:
                 known: bool = await asyncio.wait_for(self.scheduler.report.remote(report), CALL_TIMEOUT)
                 if not known and self.error is None:
@@ -334,7 +399,7 @@ class WorkerGroup:
         places = RankPlaces.of(placement_group, config.tensor_parallel_size)
         actor: Any = ray.remote(Leader)
         self.leader = actor.options(**places.options(0), max_concurrency=10_000).remote(
-            self.group_id, model, config, self.scheduler, places
+            self.group_id, model, config, self.scheduler, places, context.app_name
         )
         self._leaving = False
         try:

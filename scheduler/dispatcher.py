@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from .cost_model import CostModel
 from .errors import DeadlineUnmeetable, EngineDead, Overloaded, PagedRayError
 from .fairness import FairQueue, Key
+from .kv_sources import KVSources
 from .placement import Choice, Group, GroupCapacity, GroupLoad, Match, Placement, PlacementOptions
 from .prefix_index import BlockEvents, PrefixIndex
 from .request import Request
@@ -107,6 +108,7 @@ class Dispatcher:
     placement_options: PlacementOptions = field(default_factory=PlacementOptions)
     index: PrefixIndex = field(default_factory=PrefixIndex)
     quotas: Quotas = field(default_factory=lambda: Quotas(TenantDirectory()))
+    sources: KVSources = field(init=False)
     next_dispatch_at: float = float("inf")  # when a request that waits for its group may go, if nothing happens before
     _pools: dict[str, _Pool] = field(default_factory=dict)
     _groups: dict[str, _Pool] = field(default_factory=dict)
@@ -114,11 +116,14 @@ class Dispatcher:
     _refused: list[tuple[str, PagedRayError]] = field(default_factory=list)
     _num_submitted: int = 0
 
+    def __post_init__(self) -> None:
+        self.sources = KVSources(self.index)
+
     def _pool(self, model: str) -> _Pool:
         pool = self._pools.get(model)
         if pool is None:
             queue: FairQueue[_Entry] = FairQueue(self.options.quantum)
-            pool = self._pools[model] = _Pool(queue, Placement(self.index, self.placement_options))
+            pool = self._pools[model] = _Pool(queue, Placement(self.index, self.placement_options, self.sources))
         return pool
 
     # -- groups -------------------------------------------------------------------------------------------------------
@@ -140,7 +145,7 @@ class Dispatcher:
         self.remove_group(group_id)
         pool = self._pool(model)
         bit = self.index.add_holder(group_id)
-        group = Group(group_id, model, capacity, bit, cost or CostModel(), now, now, num_received)
+        group = Group(group_id, model, capacity, bit, cost or pool.placement.usual_cost, now, now, num_received)
         self._groups[group_id] = pool
         pool.placement.add(group, now)
         pool.queue.quantum = max(pool.queue.quantum, self.options.quantum * len(pool.placement.groups))
@@ -184,7 +189,7 @@ class Dispatcher:
         pool.placement.report(pool.placement.groups[group_id], load, now)
 
     def block_events(self, holder: str, events: BlockEvents) -> bool:
-        """What a group's device holds. False: something is missing, the group must send a snapshot."""
+        """What a group's device, or a store, holds. False: something is missing, it must send a snapshot."""
         return self.index.apply(holder, events)
 
     def served(self, model: str, tenant: str, output_tokens: int) -> None:
@@ -239,15 +244,15 @@ class Dispatcher:
         if entry.request.ttft_target is not None:
             choice = pool.placement.choose(match, entry.key, now)
             assert choice is not None
-            wait = choice.start + pool.wait
-            if wait + choice.seconds > entry.request.ttft_target:
-                raise _too_late(wait + choice.seconds, entry.request.ttft_target)
+            first_token = choice.first_token + pool.wait
+            if first_token > entry.request.ttft_target:
+                raise _too_late(first_token, entry.request.ttft_target)
 
     def _match(self, entry: _Entry, pool: _Pool, now: float) -> Match:
         if entry.match is None or entry.matched_at != now:
             request = entry.request
             num_tokens = request.num_tokens
-            entry.match = pool.placement.match(request.block_hashes, num_tokens, request.sampling.max_tokens)
+            entry.match = pool.placement.match(request.block_hashes, num_tokens, request.sampling.max_tokens, now)
             entry.matched_at = now
         return entry.match
 
@@ -320,7 +325,7 @@ class Dispatcher:
                 reserve = self.options.reserve
             choice = pool.placement.choose(match, entry.key, now, planned, reserve, urgent)
             assert choice is not None
-            if now + choice.start + choice.seconds > entry.deadline:
+            if now + choice.first_token > entry.deadline:
                 self._refuse(entry, choice, now)
             elif choice.start > lead and not urgent:
                 # Its place is there all the same: whoever comes after it sees that work ahead of its own.
@@ -330,7 +335,7 @@ class Dispatcher:
                 self.next_dispatch_at = min(self.next_dispatch_at, now + choice.start - lead)
             else:
                 self._assign(entry, choice, match, pool, now, urgent)
-                batches.setdefault(choice.group.group_id, []).append(_as_sent(entry, urgent))
+                batches.setdefault(choice.group.group_id, []).append(_as_sent(entry, urgent, choice))
 
     def _assign(self, entry: _Entry, choice: Choice, match: Match, pool: _Pool, now: float, urgent: bool) -> None:
         options = self.options
@@ -345,7 +350,7 @@ class Dispatcher:
 
     def _refuse(self, entry: _Entry, choice: Choice, now: float) -> None:
         self.cancel(entry.request.request_id, now)
-        took = now - entry.arrived + choice.start + choice.seconds
+        took = now - entry.arrived + choice.first_token
         error = _too_late(took, entry.request.ttft_target or 0.0)
         self._refused.append((entry.request.request_id, error))
 
@@ -355,6 +360,11 @@ class Dispatcher:
         return refused
 
     # -- watching -----------------------------------------------------------------------------------------------------
+
+    def num_fetches(self) -> dict[str, tuple[int, int]]:
+        """By model: how often fetching from a store was chosen, and how often computing was cheaper."""
+        placements = {model: pool.placement for model, pool in self._pools.items()}
+        return {model: (p.num_fetches_chosen, p.num_fetches_declined) for model, p in placements.items()}
 
     def num_queued(self) -> dict[str, int]:
         """Requests that wait, by model; models without any are left out."""
@@ -394,11 +404,13 @@ class Dispatcher:
             assert self.quotas.counts(tenant) == tuple(count), f"{tenant}: {count} requests, other ones in the books"
 
 
-def _as_sent(entry: _Entry, urgent: bool) -> Request:
-    """The request as its group gets it: its priority within the class, and a level better for a tenant that has less
-    than its share. So its group, too, computes it first: it waits for nobody else's long prompt."""
+def _as_sent(entry: _Entry, urgent: bool, choice: Choice) -> Request:
+    """The request as its group gets it: what to fetch, its priority within the class, and a level better for a tenant
+    that has less than its share. So its group, too, computes it first: it waits for nobody else's long prompt."""
     priority = entry.tenant.priority(entry.request.priority) - urgent
-    return entry.request if priority == entry.request.priority else replace(entry.request, priority=priority)
+    if priority == entry.request.priority and choice.source is None:
+        return entry.request
+    return replace(entry.request, priority=priority, kv_source=choice.source)
 
 
 def _too_late(seconds: float, target: float) -> DeadlineUnmeetable:

@@ -12,6 +12,7 @@ from .block_pool import BlockHash, BlockPool
 
 _LOOKAHEAD = 16  # free blocks looked at before they are handed out
 _MAX_PINNED = 0.25  # share of the pool
+_MAX_QUEUED = 64  # prefixes that wait for their turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +32,14 @@ class Publisher:
     def __init__(self, pool: BlockPool, run_blocks: int, min_tokens: int = 256, min_run_tokens: int = 64):
         """`run_blocks`: most blocks in a run. Prefixes under `min_tokens` must be seen twice, or be about to go."""
         self.pool = pool
-        self.run_blocks = run_blocks
+        self.max_pinned = max(1, int(_MAX_PINNED * pool.num_blocks))
+        self.run_blocks = min(run_blocks, self.max_pinned)
         self.min_tokens = min_tokens
         self.min_run_tokens = min_run_tokens
+        self._queue: OrderedDict[BlockHash, Sequence[BlockHash]] = OrderedDict()  # the last hash of a prefix → all
+        self._begun: BlockHash | None = None  # of the queue, the one that is partly offered
         self._offered: OrderedDict[BlockHash, None] = OrderedDict()
         self._open: dict[int, Publication] = {}
-        self._fresh: list[Publication] = []
         self._num_pinned = 0
         self._next_id = 0
 
@@ -52,35 +55,46 @@ class Publisher:
                 self._offer(self.pool.chain(block_hash))
 
     def _offer(self, hashes: Sequence[BlockHash]) -> None:
-        end = start = len(hashes)
-        while start and hashes[start - 1] not in self._offered:
-            start -= 1
-        size = self.pool.block_size
-        if (end - start) * size < self.min_run_tokens:
-            return
-        blocks = self.pool.lookup(hashes)
-        end = min(end, len(blocks))
-        room = int(_MAX_PINNED * self.pool.num_blocks) - self._num_pinned
-        if end <= start or end - start > room:  # what does not fit comes again: with the next use, or when it goes
-            return
-        num_runs = -(-(end - start) // self.run_blocks)
-        bounds = [start + (end - start) * i // num_runs for i in range(num_runs + 1)]
-        for first, last in zip(bounds, bounds[1:], strict=False):
-            parent = hashes[first - 1] if first else None
-            run = Publication(self._next_id, parent, tuple(hashes[first:last]), tuple(blocks[first:last]), first * size)
-            self._next_id += 1
-            self._open[run.publication_id] = run
-            self._fresh.append(run)
-        self.pool.share(blocks[start:end])
-        self._num_pinned += end - start
-        for block_hash in hashes[start:end]:
-            self._offered[block_hash] = None
-        while len(self._offered) > 4 * self.pool.num_blocks:
-            self._offered.popitem(last=False)
+        if self._is_worth_a_run(hashes) and len(self._queue) < _MAX_QUEUED:
+            self._queue.setdefault(hashes[-1], tuple(hashes))
+
+    def _is_worth_a_run(self, hashes: Sequence[BlockHash]) -> bool:
+        return (len(hashes) - self._num_offered(hashes)) * self.pool.block_size >= self.min_run_tokens
+
+    def _num_offered(self, hashes: Sequence[BlockHash]) -> int:
+        """What was offered is the beginning of a prefix."""
+        count = len(hashes)
+        while count and hashes[count - 1] not in self._offered:
+            count -= 1
+        return count
 
     def take(self) -> list[Publication]:
-        """New offers, in the order in which the store must get them: a run follows its parent."""
-        fresh, self._fresh = self._fresh, []
+        """New offers, as many as may travel now, in the order in which the store must get them: a run follows its
+        parent. To be asked again when one has ended."""
+        fresh = []
+        while self._queue:
+            last, hashes = next(iter(self._queue.items()))
+            start, blocks = self._num_offered(hashes), self.pool.lookup(hashes)
+            if len(blocks) <= start or (last != self._begun and not self._is_worth_a_run(hashes)):
+                del self._queue[last]
+                continue
+            num_runs = -(-(len(blocks) - start) // self.run_blocks)
+            end = start - (start - len(blocks)) // num_runs  # runs of about the same length
+            if self._num_pinned + end - start > self.max_pinned:
+                break
+            parent = hashes[start - 1] if start else None
+            run = Publication(
+                self._next_id, parent, tuple(hashes[start:end]), tuple(blocks[start:end]), start * self.pool.block_size
+            )
+            fresh.append(run)
+            self._open[run.publication_id] = run
+            self._next_id += 1
+            self._num_pinned += end - start
+            self.pool.share(run.block_ids)
+            self._offered.update(dict.fromkeys(run.hashes))
+            self._begun = last
+        while len(self._offered) > 4 * self.pool.num_blocks:
+            self._offered.popitem(last=False)
         return fresh
 
     def end(self, publication_id: int) -> None:
@@ -104,6 +118,5 @@ class Publisher:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the books do not balance."""
-        assert self._num_pinned == len(self.users()) <= _MAX_PINNED * self.pool.num_blocks
-        assert {r.publication_id for r in self._fresh} <= self._open.keys()
-        assert len(self._offered) <= 4 * self.pool.num_blocks
+        assert self._num_pinned == len(self.users()) <= self.max_pinned
+        assert len(self._queue) <= _MAX_QUEUED and len(self._offered) <= 4 * self.pool.num_blocks

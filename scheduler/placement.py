@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 
 from .cost_model import CostModel
 from .fairness import Key
+from .kv_fetch import KVSource
+from .kv_sources import KVSources
 from .prefix_index import PrefixIndex
 
 
@@ -31,6 +33,7 @@ class GroupCapacity:
     block_size: int = 16  # tokens
     chunk: int = 512  # tokens in a step
     node: str = ""  # where it runs: fetching from this node's store is free of the network
+    block_bytes: int = 0  # of KV in a block, over all ranks; 0: it does not fetch
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +58,6 @@ class PlacementOptions:
     interference_weight: float = 0.02
     report_seconds: float = 0.5  # how often groups report; older figures are doubted, a second a second
     default_output_tokens: float = 256.0  # until requests have ended
-    fetch_bytes_per_second: float = 1e9
-    fetch_latency: float = 0.01
 
 
 @dataclass(slots=True)
@@ -109,8 +110,7 @@ class Match:
     num_tokens: int  # of the prompt
     kv_tokens: float  # it will come to hold
     levels: tuple[tuple[int, int], ...]  # (blocks, mask of groups), longest first
-    num_fetchable: int = 0  # blocks that stores have
-    block_bytes: int = 0
+    stored: tuple[tuple[int, int], ...] = ()  # the same of stores
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +120,25 @@ class Choice:
     start: float  # when it could start, in seconds from now
     seconds: float  # of prefill
     num_cached: int  # tokens
-    fetch_blocks: int = 0
+    source: KVSource | None = None  # what it should fetch first
+    delay: float = 0.0  # seconds that the fetch takes beyond `start`
+
+    @property
+    def first_token(self) -> float:
+        """In seconds from now."""
+        return self.start + self.delay + self.seconds
 
 
 class Placement:
-    """The groups of one model, by load, over the shared index. `mean_output` and `mean_seconds` follow what ended."""
+    """The groups of one model, by load, over the shared index and the stores. `mean_output` and `mean_seconds` follow
+    what ended."""
 
-    def __init__(self, index: PrefixIndex, options: PlacementOptions | None = None):
+    def __init__(self, index: PrefixIndex, options: PlacementOptions | None = None, sources: KVSources | None = None):
         self.index = index
+        self.sources = sources or KVSources(index)
+        self.usual_cost = CostModel()  # of a group that has not measured its own
+        self.num_fetches_chosen = 0  # a store had more than the group, and fetching was cheaper
+        self.num_fetches_declined = 0  # it had, and computing was
         self.options = options or PlacementOptions()
         self.groups: dict[str, Group] = {}
         self._by_bit: dict[int, Group] = {}
@@ -158,7 +169,7 @@ class Placement:
         while group.unseen and group.unseen[0].number <= load.num_received:
             group.unseen.popleft()
         if load.cost is not None:
-            group.cost = load.cost
+            group.cost = self.usual_cost = load.cost
         group.reported_at = now
         group.num_decoding = load.num_decoding
         group.decode_context = load.decode_context
@@ -195,20 +206,16 @@ class Placement:
 
     # -- decisions ----------------------------------------------------------------------------------------------------
 
-    def match(
-        self, hashes: Sequence[Hashable], num_tokens: int, max_tokens: int | None, stores: int = 0, block_bytes: int = 0
-    ) -> Match:
-        """Look a prompt up. `stores` masks the holders that are stores, `block_bytes` is what a block weighs."""
+    def match(self, hashes: Sequence[Hashable], num_tokens: int, max_tokens: int | None, now: float = 0.0) -> Match:
+        """Look a prompt up."""
         levels = self.index.lookup(hashes, self._mask)
-        fetchable = self.index.lookup(hashes, stores) if stores else []
         output = self.mean_output if max_tokens is None else min(max_tokens, self.mean_output)
         return Match(
             hashes,
             num_tokens,
             num_tokens + output,
             tuple((level.num_blocks, level.holders) for level in levels),
-            fetchable[0].num_blocks if fetchable else 0,
-            block_bytes,
+            self.sources.lookup(hashes, now),
         )
 
     def _candidates(self, match: Match) -> dict[str, tuple[Group, int]]:
@@ -289,22 +296,27 @@ class Placement:
             if num_before >= capacity.window:
                 start = float("inf")
         seconds = group.prefill_seconds(match.num_tokens - cached, cached)
-        fetch = 0
-        if match.num_fetchable > num_blocks:
-            weight = (match.num_fetchable - num_blocks) * match.block_bytes
-            arrival = options.fetch_latency + weight / options.fetch_bytes_per_second
-            fetched = min(match.num_fetchable * capacity.block_size, match.num_tokens - 1)
+        source, delay = None, 0.0
+        for offer in self.sources.offers(match.stored, num_blocks, capacity.node) if capacity.block_bytes else ():
+            fetched = min(offer.num_blocks * capacity.block_size, match.num_tokens - 1)
+            arrival = self.sources.seconds((offer.num_blocks - num_blocks) * capacity.block_bytes, offer.same_node)
             rest = group.prefill_seconds(match.num_tokens - fetched, fetched)
-            if max(start, arrival) + rest < start + seconds:  # it travels while the request waits
-                fetch, cached, seconds = match.num_fetchable - num_blocks, fetched, rest
-                start = max(start, arrival)
+            late = max(0.0, arrival - start)  # it travels while the request waits
+            if late + rest < delay + seconds:
+                source = KVSource(offer.store, offer.num_blocks, arrival)
+                cached, seconds, delay = fetched, rest, late
         # what it goes before waits in its turn
         interference = options.interference_weight * group.num_decoding * seconds + 0.1 * max(0.0, backlog - start)
-        return Choice(group, start + doubt + seconds + interference, start, seconds, cached, fetch)
+        cost = start + doubt + delay + seconds + interference
+        return Choice(group, cost, start, seconds, cached, source, delay)
 
     def place(self, request_id: str, choice: Choice, match: Match, key: Key, now: float, urgent: bool = False) -> None:
         """Enter a decision: the group is busier, and will hold the prompt's blocks."""
         group = choice.group
+        if choice.source is not None:
+            self.num_fetches_chosen += 1
+        elif match.stored and match.stored[0][0] * group.capacity.block_size > choice.num_cached + 1:
+            self.num_fetches_declined += bool(group.capacity.block_bytes)
         group.num_given += 1
         placed = Placed(group.num_given, choice.seconds, int(match.kv_tokens - choice.num_cached), key, now)
         group.requests[request_id] = placed

@@ -71,7 +71,7 @@ class StepScheduler:
         publisher: Callable[[BlockPool], Publisher] | None = None,
         kv_fetch_timeout: float = 30.0,
     ):
-        """`publisher` makes what offers cached blocks to others; `kv_fetch_timeout`: seconds that any fetch may take."""
+        """`publisher` makes what offers cached blocks to others; `kv_fetch_timeout`: most seconds a fetch may take."""
         if max_model_len > num_blocks * block_size:
             raise ConfigError(
                 f"max_model_len is {max_model_len} tokens but the KV pool holds {num_blocks * block_size} "

@@ -78,6 +78,64 @@ def parse_bytes(key: str, value: Any) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class KVTransferConfig:
+    """How worker groups share KV through the nodes' object stores: vLLM's `kv_transfer_config`, with one connector.
+
+    `kv_connector` of None: they do not. The fields after `kv_role` are `kv_connector_extra_config`.
+    """
+
+    kv_connector: str | None = "ObjectStoreConnector"
+    kv_role: str = "kv_both"  # kv_producer: publishes and fetches nothing; kv_consumer: fetches and publishes nothing
+    store_memory: int | None = None  # bytes on each node; None: a share of its object store
+    publish_min_tokens: int = 256  # shorter prefixes are published when they are seen again, or about to be evicted
+    fetch_timeout: float = 30.0  # seconds, at most; what is late by its prediction is given up before
+
+    @classmethod
+    def of(cls, raw: Any) -> "KVTransferConfig":
+        """From what users write. Raises `ConfigError` naming the key, the value and what would be right."""
+        if isinstance(raw, cls):
+            return raw
+        where, extra = "kv_transfer_config", "kv_transfer_config.kv_connector_extra_config"
+        if not isinstance(raw, dict):
+            raise ConfigError(f"{where} must be a mapping with kv_connector and kv_role, not {raw!r}")
+        top = ("kv_connector", "kv_role", "kv_connector_extra_config")
+        _check_keys(where, raw, top)
+        more = raw.get("kv_connector_extra_config") or {}
+        if not isinstance(more, dict):
+            raise ConfigError(f"{extra} must be a mapping, not {more!r}")
+        _check_keys(extra, more, ("store_memory", "publish_min_tokens", "fetch_timeout"))
+        given = {k: v for k, v in raw.items() if k == "kv_connector" or (k == "kv_role" and v is not None)}
+        given |= {k: v for k, v in more.items() if v is not None}
+        if "store_memory" in given:
+            given["store_memory"] = parse_bytes(f"{extra}.store_memory", given["store_memory"])
+        config = cls(**given)
+        if config.kv_connector not in (None, "ObjectStoreConnector"):
+            raise ConfigError(f"{where}.kv_connector must be ObjectStoreConnector or null, not {config.kv_connector!r}")
+        if config.kv_role not in ("kv_both", "kv_producer", "kv_consumer"):
+            raise ConfigError(f"{where}.kv_role must be kv_both, kv_producer or kv_consumer, not {config.kv_role!r}")
+        tokens, timeout = config.publish_min_tokens, config.fetch_timeout
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+            raise ConfigError(f"{extra}.publish_min_tokens must be an integer of at least 1, not {tokens!r}")
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+            raise ConfigError(f"{extra}.fetch_timeout must be seconds, over 0, not {timeout!r}")
+        return config
+
+    @property
+    def publishes(self) -> bool:
+        return self.kv_connector is not None and self.kv_role != "kv_consumer"
+
+    @property
+    def fetches(self) -> bool:
+        return self.kv_connector is not None and self.kv_role != "kv_producer"
+
+
+def _check_keys(where: str, raw: dict[Any, Any], known: tuple[str, ...]) -> None:
+    for key in raw:
+        if key not in known:
+            raise ConfigError(f"{where}.{key} is not a setting{nearest(str(key), known)}")
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Settings of one worker group. `from_kwargs` is how users' `engine_kwargs` and flags become one.
 
@@ -103,6 +161,7 @@ class EngineConfig:
     pipeline_stage_layers: tuple[int, ...] | None = None  # layers of each stage; None: balanced by measured time
     seed: int = 0  # of requests that bring none, offline
     cpu_threads: int | None = None  # None: the cores this process may use
+    kv_transfer_config: KVTransferConfig = KVTransferConfig()  # between worker groups; `LLM`, which is one, ignores it
 
     @classmethod
     def from_kwargs(cls, where: str = "engine_kwargs", /, **kwargs: Any) -> "EngineConfig":
@@ -165,6 +224,7 @@ class EngineConfig:
         weight = self.priority_weight
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
             raise ConfigError(f"priority_weight must be seconds, 0 or more, not {self.priority_weight!r}")
+        object.__setattr__(self, "kv_transfer_config", KVTransferConfig.of(self.kv_transfer_config))
         self._check_list("tensor_parallel_weights", self.tensor_parallel_size, (int, float), "positive numbers")
         self._check_list("pipeline_stage_layers", self.pipeline_parallel_size, (int,), "positive integers")
 

@@ -1,10 +1,14 @@
 """The leader's loop: schedule, execute, update. Token ids in, token ids out; it knows nothing of text, HTTP or Ray."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+from ..scheduler.block_pool import BlockHash, BlockPool
 from ..scheduler.cost_model import CostFitter, StepWork
 from ..scheduler.errors import InvalidRequest
+from ..scheduler.kv_fetch import KVFetch
+from ..scheduler.kv_publish import Publication, Publisher
 from ..scheduler.placement import GroupCapacity, GroupLoad
 from ..scheduler.plan import StepPlan
 from ..scheduler.prefix_index import BlockEvents, pack
@@ -13,7 +17,12 @@ from ..scheduler.step import SchedulerStats, StepScheduler
 from .checkpoint.load import Progress
 from .config import EngineConfig
 from .executor import Executor, make_executor
+from .kv_cache import bytes_per_token
 from .sampler import GrammarBackend
+from .worker import model_dtype
+
+_RUN_BYTES = 8 << 20  # of KV in a published run: large enough for the object store, small enough to be evicted
+_MIN_STEPS = 8  # before what steps take is known
 
 
 class Engine:
@@ -26,8 +35,12 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         grammar_backend: GrammarBackend | None = None,
         executor: Executor | None = None,
+        shares_kv: bool = False,
     ):
-        """Without `grammar_backend` structured outputs are refused. An `executor` brings its own."""
+        """Without `grammar_backend` structured outputs are refused. An `executor` brings its own.
+
+        With `shares_kv` whoever runs the engine sees to what `take_fetches` and `take_publications` give.
+        """
         self.config = config
         self.clock = clock
         self.executor = executor or make_executor(config, progress, grammar_backend=grammar_backend)
@@ -42,12 +55,25 @@ class Engine:
             enable_prefix_caching=config.enable_prefix_caching,
             priority_weight=config.priority_weight,
             max_in_flight=self.executor.max_in_flight,
+            publisher=self._publisher if shares_kv and config.kv_transfer_config.publishes else None,
+            kv_fetch_timeout=config.kv_transfer_config.fetch_timeout,
         )
+        self.stalled = False  # what there is to do waits for blocks from elsewhere
 
         self._fitter = CostFitter()
         self._num_received = 0
         self._num_batches = 0  # of block events
         self._num_decode_steps = 0
+
+    def _publisher(self, pool: BlockPool) -> Publisher:
+        run_blocks = max(1, _RUN_BYTES // self.block_bytes)
+        return Publisher(pool, run_blocks, self.config.kv_transfer_config.publish_min_tokens)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of KV in a block, over all ranks."""
+        model = self.executor.model_config
+        return self.config.block_size * bytes_per_token(model, model_dtype(self.config, model))
 
     @property
     def max_model_len(self) -> int:
@@ -96,7 +122,8 @@ class Engine:
             if plan is None:
                 break
             self.executor.submit(plan)
-        if not self.scheduler.num_in_flight:
+        self.stalled = not self.scheduler.num_in_flight
+        if self.stalled:
             return []
         outputs = self.scheduler.update(self.executor.collect())
         if plan is not None and self.executor.max_in_flight == 1:  # several at a time say nothing about one
@@ -117,20 +144,56 @@ class Engine:
         work = StepWork(sum(s.num_tokens for s in prefills), context, len(decodes), sum(decodes))
         self._fitter.add(work, seconds)
 
+    # -- blocks from and for elsewhere --------------------------------------------------------------------------------
+
+    def take_fetches(self) -> list[KVFetch]:
+        """What every rank should fetch into its blocks from now on, until `end_fetch`."""
+        return self.scheduler.take_fetches(self.clock())
+
+    def end_fetch(self, fetch_id: int, num_blocks: int) -> None:
+        """No rank writes these blocks any more; the first `num_blocks` have come."""
+        self.scheduler.end_fetch(fetch_id, num_blocks)
+
+    def take_publications(self) -> list[tuple[Publication, float]]:
+        """What a store may take, until `end_publication`, and the seconds that it would take to compute it again."""
+        publisher = self.scheduler.publisher
+        if publisher is None:
+            return []
+        publisher.sweep()
+        size, cost = self.scheduler.block_size, self._fitter.model
+        return [(p, cost.prefill_seconds(size * len(p.hashes), p.num_tokens_before)) for p in publisher.take()]
+
+    def end_publication(self, publication_id: int) -> None:
+        if self.scheduler.publisher is not None:
+            self.scheduler.publisher.end(publication_id)
+
+    def forget_published(self, hashes: Sequence[BlockHash] | None) -> None:
+        """The store has dropped these; None: all."""
+        publisher = self.scheduler.publisher
+        if publisher is None:
+            return
+        if hashes is None:
+            publisher.forget_all()
+        else:
+            publisher.forget(hashes)
+
     # -- what the global scheduler wants to know ----------------------------------------------------------------------
 
     def capacity(self, window: int) -> GroupCapacity:
-        scheduler = self.scheduler
+        scheduler, transfer = self.scheduler, self.config.kv_transfer_config
         return GroupCapacity(
             window,
             scheduler.max_num_seqs,
             scheduler.pool.num_blocks * scheduler.block_size,
             scheduler.block_size,
             scheduler.max_num_batched_tokens,
+            block_bytes=self.block_bytes if self.config.enable_prefix_caching and transfer.fetches else 0,
         )
 
     def load(self) -> GroupLoad:
-        return self.scheduler.load(self._num_received, self._fitter.model)
+        load = self.scheduler.load(self._num_received, self._fitter.model)
+        # A guess is not news: what the scheduler knows of other groups of the model is better.
+        return load if self._fitter.num_steps >= _MIN_STEPS else replace(load, cost=None)
 
     def take_block_events(self) -> BlockEvents | None:
         """What became cached, and what ceased to be, since the last call; None where nothing did."""

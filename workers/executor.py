@@ -18,7 +18,7 @@ from .config import EngineConfig, ModelConfig
 from .members import Launcher, LocalRank, Members, RankHandle
 from .messages import Assignment, Capacity, GroupAddress, Loaded, Ready, Serve
 from .parallel import HostIdentity, Peer, Topology, choose_road, connect
-from .partition import Shard, check_degrees, partition
+from .partition import Shard, check_degrees, partition, whole_model
 from .sampler import GrammarBackend
 from .stage_costs import measure
 from .wire import WireError
@@ -47,6 +47,8 @@ class Executor(Protocol):
     num_blocks: int
     max_model_len: int
     max_in_flight: int
+    worker: Worker  # rank 0
+    shards: tuple[Shard, ...]  # by rank
 
     @property
     def failure(self) -> Exception | None:
@@ -100,6 +102,7 @@ class InlineExecutor:
         self.worker = Worker(config, progress, checkpoint, grammar_backend=grammar_backend)
         self.worker.allocate(self.worker.num_blocks, self.worker.max_model_len)
         self.model_config = self.worker.model_config
+        self.shards = (whole_model(self.model_config),)
         self.num_blocks, self.max_model_len = self.worker.num_blocks, self.worker.max_model_len
         self._results: deque[StepResult] = deque()
 
@@ -184,7 +187,7 @@ class GroupExecutor:
             costs = measure(checkpoint, config, dtype)
         topology, store = _topology(partition(model, config, costs), peers, host, road)
         members.send_all(Assignment(config, model, topology, start_timeout, self._grammar_backend))
-        self.topology = topology
+        self.topology, self.shards = topology, topology.shards
         members.group = connect(
             topology,
             0,

@@ -10,7 +10,6 @@ import hashlib
 import zlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,30 +17,8 @@ from torch import Tensor
 
 from ..scheduler.errors import KVTransferError
 from .config import EngineConfig, ModelConfig
+from .kv_piece import KVPiece, common
 from .partition import Range, Shard, whole_model
-
-
-@dataclass(frozen=True, slots=True)
-class KVPiece:
-    """What an array of packed blocks is: the part of some blocks that one rank had."""
-
-    fingerprint: str  # of model and dtype: what must be equal for the bytes to mean the same
-    dtype: str
-    layers: tuple[int, int]  # [first, last + 1)
-    kv_heads: tuple[int, int]
-    num_blocks: int
-    block_size: int
-    head_dim: int
-    checksums: bytes  # CRC-32 of every unit, in the order of the layout, as uint32
-
-    @property
-    def shape(self) -> tuple[int, int, int, int, int, int]:
-        layers, heads = self.layers[1] - self.layers[0], self.kv_heads[1] - self.kv_heads[0]
-        return layers, 2, heads, self.num_blocks, self.block_size, self.head_dim
-
-    def overlaps(self, shard: Shard) -> bool:
-        """Whether a rank with that shard needs something of it."""
-        return bool(_common(self.layers, shard.layers)) and bool(_common(self.kv_heads, shard.kv_heads))
 
 
 def fingerprint(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> str:
@@ -89,6 +66,7 @@ class KVPort:
             len(block_ids),
             block_size,
             head_dim,
+            data.size,
             crcs.tobytes(),
         )
         return piece, data
@@ -104,8 +82,8 @@ class KVPort:
         ids = torch.tensor(block_ids)
         for piece, data in pieces:
             units, crcs = self._open(piece, data, first, len(block_ids))
-            heads = _common(piece.kv_heads, shard.kv_heads)
-            for layer in _common(piece.layers, shard.layers):
+            heads = common(piece.kv_heads, shard.kv_heads)
+            for layer in common(piece.layers, shard.layers):
                 # Ranks beyond the number of heads share one: what has come once is not wanted again.
                 wanted = [head for head in heads if (layer, head) in missing]
                 if not wanted:
@@ -153,10 +131,6 @@ def _tensor_over(data: np.ndarray) -> Tensor:
     memory = (ctypes.c_uint8 * data.size).from_address(data.ctypes.data)
     memory.owner = data  # lives as long as the tensor
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _common(span: tuple[int, int], mine: Range) -> range:
-    return range(max(span[0], mine.start), min(span[1], mine.stop))
 
 
 def _numbers(span: Range) -> range:

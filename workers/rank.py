@@ -9,6 +9,7 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..kernels import ops
@@ -33,8 +34,14 @@ _PROGRESS_SECONDS = 0.2
 M = TypeVar("M")
 
 
-def run(address: GroupAddress, rank: int, *, exit_on_loss: bool = True) -> None:
-    """Be rank `rank` of the group, in this thread, until its leader says stop.
+def run(
+    address: GroupAddress,
+    rank: int,
+    *,
+    exit_on_loss: bool = True,
+    on_ready: Callable[[Worker], None] = lambda worker: None,
+) -> None:
+    """Be rank `rank` of the group, in this thread, until its leader says stop. `on_ready` gets what is loaded.
 
     Raises `EngineDead` where the leader or another rank is lost, and what keeps it from loading, which the leader is
     told too. With `exit_on_loss` the process ends if this thread is stuck a second after such a loss.
@@ -44,7 +51,7 @@ def run(address: GroupAddress, rank: int, *, exit_on_loss: bool = True) -> None:
         control = Connection.connect(address.host, address.port, address.key, _JOIN_SECONDS)
     except WireError as error:
         raise EngineDead(f"rank {rank} cannot join its group: {error}") from None
-    member = _Member(address, rank, control, exit_on_loss)
+    member = _Member(address, rank, control, exit_on_loss, on_ready)
     try:
         member.join_and_serve()
     except (RankLost, WireError) as error:
@@ -64,8 +71,16 @@ def run(address: GroupAddress, rank: int, *, exit_on_loss: bool = True) -> None:
 class _Member:
     """What a rank holds, so that `run` can take it down from wherever it has come to."""
 
-    def __init__(self, address: GroupAddress, rank: int, control: Connection, exit_on_loss: bool):
+    def __init__(
+        self,
+        address: GroupAddress,
+        rank: int,
+        control: Connection,
+        exit_on_loss: bool,
+        on_ready: Callable[[Worker], None],
+    ):
         self.address, self.rank, self.control = address, rank, control
+        self.on_ready = on_ready
         self.exit_on_loss = exit_on_loss
         self.group: RankGroup | None = None
         self.serving = False
@@ -83,6 +98,7 @@ class _Member:
         assignment = self._expect(Assignment, _ASSIGNMENT_SECONDS)
         self.monitor.silence = assignment.start_timeout
         worker = self._load(assignment)
+        self.on_ready(worker)
         self.control.send(Ready())
         self.monitor.silence = self._expect(Serve, assignment.start_timeout).silence
         self.serving = True

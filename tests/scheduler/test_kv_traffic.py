@@ -252,18 +252,22 @@ def test_what_is_about_to_be_evicted_is_offered():
     publisher.check_integrity()
 
 
-def test_a_quarter_of_the_pool_travels_at_most():
+def test_a_quarter_of_the_pool_travels_at_most_and_the_rest_follows():
     pool = BlockPool(16, 4)
-    publisher = Publisher(pool, run_blocks=4, min_tokens=4, min_run_tokens=4)
-    for name in "abc":
-        hashes = chain(name, 3)
+    publisher = Publisher(pool, run_blocks=3, min_tokens=4, min_run_tokens=4)
+    names = [chain("a", 5), chain("b", 3)]
+    for hashes in names:
         cached(pool, hashes)
         publisher.computed(hashes, 0)
+    given, under_way = [], publisher.take()
+    while under_way:
         publisher.check_integrity()
-    (run,) = publisher.take()
-    publisher.end(run.publication_id)
-    publisher.computed(chain("b", 3), 0)
-    assert len(publisher.take()) == 1
+        run = under_way.pop(0)
+        given.append(run)
+        publisher.end(run.publication_id)
+        under_way += publisher.take()
+    assert [h for run in given for h in run.hashes] == [h for hashes in names for h in hashes]
+    assert [len(run.hashes) for run in given] == [3, 2, 3] and pool.num_free == 16
 
 
 def test_offers_are_remembered_within_bounds():

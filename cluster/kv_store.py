@@ -1,0 +1,235 @@
+"""KVStore: the object-store tier of the prefix cache on one node, an actor that outlives the worker groups there.
+
+It calls the ranks that hold a run of blocks, and what they return is an object that belongs to it: Ray makes the
+caller the owner, so the object stays when the worker dies, and other nodes read it through Ray's object manager. (What
+a worker puts into the object store itself dies with the worker.) It never looks at the bytes.
+
+Its byte budget is its own: what does not fit is dropped by what it is worth (`scheduler.run_store`). Ray would rather
+spill to disk, which is slower than computing.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ..scheduler.prefix_index import BlockEvents, pack, unpack
+from ..scheduler.run_store import Run, RunStore
+from . import global_scheduler
+from .global_scheduler import CALL_TIMEOUT, FORGOTTEN_SECONDS, NAMESPACE, StoreReport, StoreStats
+
+if TYPE_CHECKING:
+    from ..workers.kv_piece import KVPiece
+
+logger = logging.getLogger(__name__)
+
+PACK_SECONDS = 10.0  # for all ranks to hand out a run
+_REPORT_SECONDS = 1.0
+_LEASE_GRACE_SECONDS = 5.0  # a reader that is late by so much is gone
+
+
+@dataclass(frozen=True, slots=True)
+class KVOffer:
+    """A run of blocks that a group would give away."""
+
+    parent: bytes | None  # hash of the block before; None: it begins a prompt
+    hashes: bytes  # packed
+    block_ids: tuple[int, ...]
+    num_bytes: int  # about
+    seconds: float  # to compute it again
+
+
+@dataclass(frozen=True, slots=True)
+class KVPart:
+    """Blocks `first` to `first + count` of a run, as the pieces that its ranks gave."""
+
+    first: int
+    count: int
+    pieces: "tuple[tuple[KVPiece, ray.ObjectRef], ...]"
+
+
+@dataclass(frozen=True, slots=True)
+class KVRead:
+    """What a store has of the blocks that were asked for, from the first on. It keeps them until the lease ends."""
+
+    lease: int
+    parts: tuple[KVPart, ...]
+
+
+@dataclass(slots=True)
+class _Member:
+    leader: ActorHandle
+    packers: tuple[ActorHandle, ...]  # of the ranks whose pieces make a whole block
+
+
+class KVStore:
+    """The actor's class. All methods run on one event loop and are bounded."""
+
+    def __init__(self, application: str, node_id: str):
+        self.node_id = node_id
+        self.scheduler = global_scheduler.connect(application)
+        self.runs = RunStore(0)
+        self.members: dict[str, _Member] = {}
+        self.leases: dict[int, tuple[list[Run], asyncio.TimerHandle]] = {}
+        self.num_leases = 0
+        self.num_reads = self.num_published = self.num_refused = self.num_failed = 0
+        self._news = asyncio.Event()
+        self._num_batches = 0
+        self._reporter = asyncio.get_running_loop().create_task(self._report_for_ever())
+
+    # -- what leaders on this node call -------------------------------------------------------------------------------
+
+    async def join(self, group_id: str, budget: int, leader: ActorHandle, packers: Sequence[ActorHandle]) -> None:
+        """A group will offer blocks. The budget is the largest that any has asked for."""
+        self.members[group_id] = _Member(leader, tuple(packers))
+        self.runs.budget = max(self.runs.budget, budget)
+
+    async def publish(self, group_id: str, offer: KVOffer) -> str:
+        """Take a run, if it is worth it. The group keeps its blocks as they are until this returns.
+
+        Returns "stored", "known", "refused", "orphan" (what it follows is not here), "failed", or "unknown" for a
+        group that has not joined.
+        """
+        member = self.members.get(group_id)
+        if member is None:
+            return "unknown"
+        hashes, now = unpack(offer.hashes), time.monotonic()
+        held = self.runs.num_held(hashes)
+        if held == len(hashes):
+            return "known"
+        parent = hashes[held - 1] if held else offer.parent
+        if not self.runs.holds(parent):
+            return "orphan"
+        share = (len(hashes) - held) / len(hashes)
+        run, evicted = self.runs.reserve(
+            parent, hashes[held:], int(offer.num_bytes * share), offer.seconds * share, now
+        )
+        self._tell_dropped(evicted)
+        if run is None:
+            self.num_refused += 1
+            return "refused"
+        try:
+            pieces = await asyncio.wait_for(self._pull(member, offer.block_ids[held:]), PACK_SECONDS)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            logger.warning("group %s did not hand out a run: %r", group_id, error)
+            pieces = ()
+        # What came late may have been packed when the group no longer kept it as it was.
+        if not pieces or time.monotonic() - now > PACK_SECONDS:
+            self.runs.cancel(run)
+            self.num_failed += 1
+            return "failed"
+        if not self.runs.add(run, pieces, sum(piece.num_bytes for piece, _ in pieces)):
+            return "orphan"
+        self.num_published += 1
+        self._news.set()
+        return "stored"
+
+    async def _pull(self, member: _Member, block_ids: Sequence[int]) -> "tuple[tuple[KVPiece, ray.ObjectRef], ...]":
+        """Have each rank pack its part. The bytes stay where they are; only what they are comes here."""
+        answers = [p.pack_kv.options(num_returns=2).remote(block_ids) for p in member.packers]
+        headers = await asyncio.gather(*(header for header, _ in answers))
+        return tuple(zip(headers, (data for _, data in answers), strict=True))
+
+    # -- what leaders anywhere call -----------------------------------------------------------------------------------
+
+    async def read(self, hashes: bytes, seconds: float) -> KVRead:
+        """Where the first of these blocks are, as many as are here; kept for so many seconds, or until `release`."""
+        parts = self.runs.read(unpack(hashes), time.monotonic())
+        self.num_leases += 1
+        self.num_reads += bool(parts)
+        lease, loop = self.num_leases, asyncio.get_running_loop()
+        timer = loop.call_later(seconds + _LEASE_GRACE_SECONDS, self._end_lease, lease)
+        self.leases[lease] = [p.run for p in parts], timer
+        return KVRead(lease, tuple(KVPart(p.first, p.count, p.run.payload) for p in parts))
+
+    async def release(self, lease: int, bad_part: int | None = None) -> None:
+        """Done reading. `bad_part` was lost or damaged: nobody should be sent to it again."""
+        runs = self._end_lease(lease)
+        if bad_part is not None and bad_part < len(runs):
+            self._tell_dropped(self.runs.drop(runs[bad_part]))
+
+    def _end_lease(self, lease: int) -> list[Run]:
+        runs, timer = self.leases.pop(lease, ([], None))
+        if timer is not None:
+            timer.cancel()
+        self.runs.unpin(runs)
+        return runs
+
+    async def stats(self) -> StoreStats:
+        runs = self.runs
+        counts = self.num_published, self.num_refused, self.num_failed, runs.num_evicted, self.num_reads
+        return StoreStats(runs.budget, runs.num_bytes, len(runs), *counts)
+
+    # -- telling ------------------------------------------------------------------------------------------------------
+
+    def _tell_dropped(self, runs: Sequence[Run]) -> None:
+        """To the groups here, which then offer it again when it is computed again; the index hears of it anyhow."""
+        if runs:
+            dropped = pack(h for run in runs for h in run.hashes)
+            for member in self.members.values():
+                member.leader.kv_dropped.remote(dropped)  # whether it lives is not ours to know
+            self._news.set()
+
+    async def _report_for_ever(self) -> None:
+        """Tell the global scheduler what is here, as it changes and once a second; end when there is none any more."""
+        snapshot, last_heard = True, time.monotonic()
+        while True:
+            if not snapshot:
+                try:
+                    await asyncio.wait_for(self._news.wait(), _REPORT_SECONDS)
+                except TimeoutError:
+                    pass
+            self._news.clear()
+            report = StoreReport(self.node_id, self._events(snapshot), await self.stats())
+            try:
+                known: bool = await asyncio.wait_for(self.scheduler.report_store.remote(report), CALL_TIMEOUT)
+                snapshot, last_heard = not known, time.monotonic()
+            except ray.exceptions.ActorDiedError:
+                break
+            except (ray.exceptions.RayError, TimeoutError) as error:
+                logger.warning("the store of node %s cannot reach the global scheduler: %r", self.node_id, error)
+                if time.monotonic() - last_heard > FORGOTTEN_SECONDS:
+                    break
+                snapshot = True
+                await asyncio.sleep(_REPORT_SECONDS)
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)  # its application is gone
+
+    def _events(self, snapshot: bool) -> BlockEvents | None:
+        if snapshot:
+            self._num_batches += 1
+            return BlockEvents(self._num_batches, pack(self.runs.hashes()), snapshot=True)
+        stored, removed = self.runs.take_changes()
+        if not stored and not removed:
+            return None
+        self._num_batches += 1
+        return BlockEvents(self._num_batches, pack(stored), pack(removed))
+
+
+def _name(application: str, node_id: str) -> str:
+    return f"{application}:kv_store:{node_id}"
+
+
+def connect(application: str, node_id: str) -> ActorHandle:
+    """The application's store on a node, started by whoever asks first. Detached: it outlives who asked."""
+    actor: Any = ray.remote(KVStore)
+    return actor.options(
+        name=_name(application, node_id),
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        max_restarts=0,  # what it owned is lost; the next offer starts another
+        max_concurrency=1000,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        num_cpus=0,
+    ).remote(application, node_id)
+
+
+def find(application: str, node_id: str) -> ActorHandle:
+    """The store of another node. Raises ValueError where there is none."""
+    return ray.get_actor(_name(application, node_id), NAMESPACE)
