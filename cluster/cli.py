@@ -1,6 +1,7 @@
 """`pagedray`: serve, generate, chat, bench. Only the flags live here; what they do is in the modules they call."""
 
 import argparse
+import json
 import logging
 import os
 import re
@@ -21,6 +22,13 @@ def _numbers(text: str) -> list[float]:
 
 
 _numbers.__name__ = "N,N"  # as --help and argparse's errors show it
+
+
+def _json(text: str) -> Any:
+    return json.loads(text)
+
+
+_json.__name__ = "JSON"
 _ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "--dtype": (str, "auto, bfloat16 or float32"),
     "--quantization": (str, "of weights: auto (as the files have them), int8, or none (in --dtype)"),
@@ -36,6 +44,7 @@ _ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "--pipeline-stage-layers": (_numbers, "layers of each stage, such as 16,14 (default: balanced by measured time)"),
     "--seed": (int, "of requests that bring none, offline"),
     "--cpu-threads": (int, "of a rank"),
+    "--kv-transfer-config": (_json, "sharing KV between worker groups, such as '{\"kv_connector\": null}' for none"),
     "--tokenizer": (str, "where it is not the model's own"),
 }
 _SHORT = {"--tensor-parallel-size": ["-tp"], "--pipeline-parallel-size": ["-pp"]}

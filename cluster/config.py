@@ -162,6 +162,7 @@ class _TenantSection(_Section):
     models: list[str] = []
     priority_class: str = "standard"
     cache_salt: str = ""
+    shared_prefix: bool = False
 
 
 def _tenant(raw: Any, path: str, models: Iterable[str]) -> Tenant:

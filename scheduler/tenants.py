@@ -24,7 +24,8 @@ class Tenant:
     """A tenant as the config declares it. A limit of None is no limit; no `models` means all of them.
 
     `cache_salt` is secret: it keeps the tenant's cached prefixes from everybody else, who could tell by a request's
-    speed what others have asked. Where the config says none, it is derived from the first key.
+    speed what others have asked. Where the config says none, it is derived from the first key; with `shared_prefix`
+    there is none.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Tenant:
     models: tuple[str, ...] = ()
     priority_class: str = "standard"
     cache_salt: str = ""
+    shared_prefix: bool = False  # one cache with all other tenants that have it
 
     def __post_init__(self) -> None:
         where = f"tenant {self.name!r}"
@@ -54,7 +56,9 @@ class Tenant:
         for key_hash in self.key_hashes:
             if len(key_hash) != 64 or not set(key_hash) <= set("0123456789abcdef"):
                 raise ConfigError(f"{where}: a key hash must be 64 hex digits of SHA-256")
-        if self.key_hashes and not self.cache_salt:
+        if self.shared_prefix and self.cache_salt:
+            raise ConfigError(f"{where}: cache_salt keeps prefixes apart and shared_prefix shares them: keep one")
+        if self.key_hashes and not self.cache_salt and not self.shared_prefix:
             salt = hashlib.sha256(b"pagedray cache salt" + self.key_hashes[0].encode()).hexdigest()
             object.__setattr__(self, "cache_salt", salt)
 

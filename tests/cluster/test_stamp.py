@@ -49,5 +49,12 @@ def test_identity_comes_from_the_key_and_a_salt_only_narrows():
     assert len(hashes) == 4
 
 
+def test_tenants_share_prefixes_only_where_the_operator_says_so():
+    a, b = (Tenant(name, (hash_key(name),), shared_prefix=True) for name in "ab")
+    apart = Tenant("c", (hash_key("c"),))
+    assert stamped(a).block_hashes == stamped(b).block_hashes != stamped(apart).block_hashes
+    assert stamped(a, cache_salt="x").block_hashes != stamped(a).block_hashes
+
+
 def test_the_ingress_can_be_sent_to_its_process():
     assert ray.cloudpickle.loads(ray.cloudpickle.dumps(Ingress)) is not None

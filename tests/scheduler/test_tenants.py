@@ -36,6 +36,7 @@ def test_keys_are_not_kept():
         ({"tokens_per_minute": 0}, "tokens_per_minute must be at least 1"),
         ({"priority_class": "vip"}, "must be one of interactive, standard, batch"),
         ({"key_hashes": ("plain key",)}, "64 hex digits"),
+        ({"cache_salt": "s", "shared_prefix": True}, "keep one"),
     ],
 )
 def test_a_wrong_tenant_is_refused(fields, message):

@@ -239,9 +239,39 @@ def test_sizes_that_are_none_are_refused(size):
         ({"model": 5}, "there.model must be a folder, a .gguf file or a hub id, not 5"),
         ({"model": None}, "there.model is missing"),
         ({"tokenizer": 5}, "there.tokenizer must be .*, not 5"),
+        ({"kv_transfer_config": "on"}, "there.kv_transfer_config must be a mapping with kv_connector and kv_role"),
+        ({"kv_transfer_config": {"kv_rol": "kv_both"}}, "there.kv_transfer_config.kv_rol is not a setting.*kv_role"),
+        (
+            {"kv_transfer_config": {"kv_connector": "NixlConnector"}},
+            "there.kv_transfer_config.kv_connector must be ObjectStoreConnector or null, not 'NixlConnector'",
+        ),
+        ({"kv_transfer_config": {"kv_role": "both"}}, "kv_role must be kv_both, kv_producer or kv_consumer"),
+        (
+            {"kv_transfer_config": {"kv_connector_extra_config": {"store_memory": "much"}}},
+            "kv_transfer_config.kv_connector_extra_config.store_memory must be a size .*, not 'much'",
+        ),
+        (
+            {"kv_transfer_config": {"kv_connector_extra_config": {"publish_min_tokens": 0}}},
+            "kv_connector_extra_config.publish_min_tokens must be an integer of at least 1, not 0",
+        ),
+        (
+            {"kv_transfer_config": {"kv_connector_extra_config": {"fetch_timeout": -1}}},
+            "kv_connector_extra_config.fetch_timeout must be seconds, over 0, not -1",
+        ),
     ],
     ids=str,
 )
 def test_wrong_settings_are_refused_with_key_value_and_what_is_right(settings, message):
     with pytest.raises(ConfigError, match=message):
         EngineConfig.from_kwargs("there", **{"model": "m", **settings})
+
+
+def test_sharing_kv_is_set_up_with_vllms_names():
+    def transfer(**settings):
+        return EngineConfig.from_kwargs(model="m", kv_transfer_config=settings).kv_transfer_config
+
+    assert EngineConfig("m").kv_transfer_config == transfer() == transfer(kv_connector="ObjectStoreConnector")
+    assert (transfer().publishes, transfer().fetches) == (True, True)
+    off, giver, taker = transfer(kv_connector=None), transfer(kv_role="kv_producer"), transfer(kv_role="kv_consumer")
+    assert [(t.publishes, t.fetches) for t in (off, giver, taker)] == [(False, False), (True, False), (False, True)]
+    assert transfer(kv_connector_extra_config={"store_memory": "2GiB"}).store_memory == 2 << 30
