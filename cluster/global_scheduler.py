@@ -114,7 +114,7 @@ class StoreStats:
     num_bytes: int
     num_runs: int
     num_published: int
-    num_refused: int  # not worth what would have had to go
+    num_refused: int  # all that could have gone was being read
     num_failed: int
     num_evicted: int
     num_reads: int

@@ -198,20 +198,22 @@ class KVConnector:
     async def _publish_for_ever(self) -> None:
         while True:
             publication, seconds = await self._offers.get()
+            taken = False
             try:
-                await self._publish(publication, seconds)
+                taken = await self._publish(publication, seconds)
             except (ray.exceptions.RayError, TimeoutError) as error:
                 logger.warning("group %s could not publish: %r", self.group_id, error)
                 self._own_store = None
             except Exception:
                 logger.exception("group %s could not publish", self.group_id)
             finally:
-                self._end(publication.publication_id)
+                self._end(publication.publication_id, taken)
 
-    def _end(self, publication_id: int) -> None:
-        self.in_engine(lambda engine: engine.end_publication(publication_id))
+    def _end(self, publication_id: int, taken: bool) -> None:
+        self.in_engine(lambda engine: engine.end_publication(publication_id, taken))
 
-    async def _publish(self, publication: Publication, seconds: float) -> None:
+    async def _publish(self, publication: Publication, seconds: float) -> bool:
+        """Whether the store has taken it."""
         if self._own_store is None:
             self._own_store = await self._join_store()
         num_bytes = len(publication.block_ids) * self.block_bytes
@@ -222,6 +224,7 @@ class KVConnector:
         )
         if answer == "unknown":
             self._own_store = None
+        return answer in ("stored", "known")
 
     async def _join_store(self) -> ActorHandle:
         """The store of this node; whatever was published before is not there."""

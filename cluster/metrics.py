@@ -139,7 +139,7 @@ class _KVCollector:
             "kv_store_budget_bytes": (GaugeMetricFamily, "Bytes that it may hold.", lambda s: s.budget),
             "kv_store_runs": (GaugeMetricFamily, "Runs of blocks in it.", lambda s: s.num_runs),
             "kv_store_published": (CounterMetricFamily, "Runs that it took.", lambda s: s.num_published),
-            "kv_store_refused": (CounterMetricFamily, "Runs that were worth too little.", lambda s: s.num_refused),
+            "kv_store_refused": (CounterMetricFamily, "Runs for which nothing could go.", lambda s: s.num_refused),
             "kv_store_failed": (CounterMetricFamily, "Runs that did not come.", lambda s: s.num_failed),
             "kv_store_evicted": (CounterMetricFamily, "Runs that went.", lambda s: s.num_evicted),
             "kv_store_reads": (CounterMetricFamily, "Reads that found something.", lambda s: s.num_reads),

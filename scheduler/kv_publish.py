@@ -27,7 +27,7 @@ class Publication:
 
 
 class Publisher:
-    """Over a group's pool. What was offered once is not offered again, unless the store drops it."""
+    """Over a group's pool. What the store has taken is not offered again until it drops it."""
 
     def __init__(self, pool: BlockPool, run_blocks: int, min_tokens: int = 256, min_run_tokens: int = 64):
         """`run_blocks`: most blocks in a run. Prefixes under `min_tokens` must be seen twice, or be about to go."""
@@ -38,7 +38,7 @@ class Publisher:
         self.min_run_tokens = min_run_tokens
         self._queue: OrderedDict[BlockHash, Sequence[BlockHash]] = OrderedDict()  # the last hash of a prefix → all
         self._begun: BlockHash | None = None  # of the queue, the one that is partly offered
-        self._offered: OrderedDict[BlockHash, None] = OrderedDict()
+        self._offered: OrderedDict[BlockHash, bool] = OrderedDict()  # False: not taken; to be offered with the next use
         self._open: dict[int, Publication] = {}
         self._num_pinned = 0
         self._next_id = 0
@@ -64,7 +64,7 @@ class Publisher:
     def _num_offered(self, hashes: Sequence[BlockHash]) -> int:
         """What was offered is the beginning of a prefix."""
         count = len(hashes)
-        while count and hashes[count - 1] not in self._offered:
+        while count and not self._offered.get(hashes[count - 1]):
             count -= 1
         return count
 
@@ -91,15 +91,17 @@ class Publisher:
             self._next_id += 1
             self._num_pinned += end - start
             self.pool.share(run.block_ids)
-            self._offered.update(dict.fromkeys(run.hashes))
+            self._offered.update(dict.fromkeys(run.hashes, True))
             self._begun = last
         while len(self._offered) > 4 * self.pool.num_blocks:
             self._offered.popitem(last=False)
         return fresh
 
-    def end(self, publication_id: int) -> None:
-        """The blocks may be evicted again. (A store that wanted them has them by now.)"""
+    def end(self, publication_id: int, taken: bool = True) -> None:
+        """The blocks may be evicted again; the store has taken them, or has not."""
         run = self._open.pop(publication_id)
+        if not taken:
+            self._offered.update((h, False) for h in run.hashes if h in self._offered)
         self.pool.release(run.block_ids)
         self._num_pinned -= len(run.block_ids)
 

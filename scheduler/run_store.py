@@ -11,7 +11,7 @@ from typing import Any
 
 from .block_pool import BlockHash
 
-HALF_LIFE = 300.0  # seconds after which a use counts half
+HALF_LIFE = 120.0  # seconds after which a use counts half
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +72,8 @@ class RunStore:
     ) -> tuple[Run | None, list[Run]]:
         """Make room for a run that is about to come: it, and the runs evicted for it.
 
-        None where it is worth less than what would have to go, or is here or on its way, or what it follows is not.
+        None where it is here or on its way, or what it follows is not, or what would have to go is being read. What is
+        new always comes in: what was used once and long ago goes for it, and what is used often stays.
         The caller ends the reservation with `add` or `cancel`.
         """
         run = Run(parent, tuple(hashes), num_bytes, seconds, used_at=now)
@@ -86,7 +87,7 @@ class RunStore:
         while excess > 0:
             candidates = [r for r in self._runs.values() if not r.followers and not r.num_pins]
             victim = min(candidates, key=lambda r: r.value(now), default=None)
-            if victim is None or victim.value(now) > run.value(now):
+            if victim is None:
                 break
             self._evict(victim)
             evicted.append(victim)

@@ -163,9 +163,9 @@ class Engine:
         size, cost = self.scheduler.block_size, self._fitter.model
         return [(p, cost.prefill_seconds(size * len(p.hashes), p.num_tokens_before)) for p in publisher.take()]
 
-    def end_publication(self, publication_id: int) -> None:
+    def end_publication(self, publication_id: int, taken: bool) -> None:
         if self.scheduler.publisher is not None:
-            self.scheduler.publisher.end(publication_id)
+            self.scheduler.publisher.end(publication_id, taken)
 
     def forget_published(self, hashes: Sequence[BlockHash] | None) -> None:
         """The store has dropped these; None: all."""

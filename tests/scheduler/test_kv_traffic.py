@@ -91,7 +91,7 @@ class Traffic(Run):
                 assert self.kv[block, i] == tokens[: len(tokens) - size + i + 1], "wrong KV is published"
             self.published[block_hash] = parent
             parent = block_hash
-        self.scheduler.publisher.end(publication.publication_id)
+        self.scheduler.publisher.end(publication.publication_id, self.rng.random() < 0.8)
 
     def to_the_end(self, limit=5_000):
         for _ in range(limit):
@@ -250,6 +250,19 @@ def test_what_is_about_to_be_evicted_is_offered():
     (run,) = publisher.take()
     assert list(run.hashes) == hashes
     publisher.check_integrity()
+
+
+def test_what_was_not_taken_is_offered_with_its_next_use():
+    pool = BlockPool(8, 4)
+    publisher = Publisher(pool, run_blocks=4, min_tokens=8, min_run_tokens=8)
+    hashes = chain("p", 2)
+    cached(pool, hashes)
+    publisher.computed(hashes, 0)
+    publisher.end(publisher.take()[0].publication_id, taken=False)
+    publisher.sweep()
+    assert not publisher.take()  # that it is about to go is no use
+    publisher.computed(hashes, 0)
+    assert len(publisher.take()) == 1
 
 
 def test_a_quarter_of_the_pool_travels_at_most_and_the_rest_follows():

@@ -35,13 +35,17 @@ def test_the_least_valuable_leaf_goes_and_never_what_is_read_or_followed():
     cheap, _ = put(store, ["c"], seconds=1.0)
     _, evicted = put(store, ["d"], seconds=2.0)
     assert evicted == [cheap]  # "a" is worth less, but "b" follows it
-    parts = store.read(["d"], 1.0)
-    assert put(store, ["e"], seconds=1.0, now=1.0) == (None, [])  # "d" is read, "b" is worth more
+    parts = store.read(["a", "b"], 1.0) + store.read(["d"], 1.0)
+    assert put(store, ["e"], now=1.0) == (None, [])  # all that could go is read
     store.unpin([p.run for p in parts])
-    assert put(store, ["e"], seconds=1.0, now=1.0)[0] is None  # it has been read of late
-    later = 1.0 + 20 * HALF_LIFE
-    run, evicted = put(store, ["e"], seconds=1.0, now=later)
-    assert run and [r.hashes for r in evicted] == [("d",)]
+    _, evicted = put(store, ["e"], seconds=1.0, now=1.0)
+    assert [r.hashes for r in evicted] == [("d",)]
+    _, evicted = put(store, ["f"], seconds=1.0, now=1.0)
+    assert [r.hashes for r in evicted] == [("e",)]  # used once
+    later = 1.0 + 5 * HALF_LIFE
+    store.unpin([p.run for p in store.read(["f"], later)])
+    _, evicted = put(store, ["g"], seconds=1.0, now=later)
+    assert [r.hashes for r in evicted] == [("b",)]  # worth five times as much, but that was long ago
     store.check_integrity()
     assert first.num_pins == 0
 

@@ -64,7 +64,8 @@ class Pair:
                 data.flags.writeable = False
                 assert piece.num_bytes == size
                 self.store.add(run, (piece, data), size)
-        self.later(lambda: engine.end_publication(publication.publication_id))
+        taken = self.store.num_held(publication.hashes) == len(publication.hashes)
+        self.later(lambda: engine.end_publication(publication.publication_id, taken))
         self.store.check_integrity()
 
     def fetch(self, engine, order):
