@@ -85,8 +85,17 @@ class Busy:
         self.thread.join()
 
 
-def test_two_groups_of_a_node_share_what_one_has_computed(start_server, demo_model, tmp_path):
-    server = start_server(str(write_config(tmp_path, demo_model)))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        pytest.param({"tensor_parallel_size": 2}, marks=[LONG_TESTS, pytest.mark.timeout(600)]),
+        pytest.param({"pipeline_parallel_size": 2}, marks=[LONG_TESTS, pytest.mark.timeout(600)]),
+    ],
+    ids=str,
+)
+def test_two_groups_of_a_node_share_what_one_has_computed(settings, start_server, demo_model, tmp_path):
+    server = start_server(str(write_config(tmp_path, demo_model, **settings)), timeout=500)
     cold, cached = ask(server.url)
     assert cached == 0
     wait_until(lambda: published(server.url, 1024), 30)
@@ -113,9 +122,9 @@ def two_hosts(start_hosts, demo_model, tmp_path):
         command = ["-m", "pagedray", "serve", str(config), "--host", "0.0.0.0", "--ray-address", "auto"]
         with (tmp_path / "log").open("w") as log:
             process = first.popen(sys.executable, *command, stdout=log, stderr=subprocess.STDOUT)
-        wait_until(lambda: actors(first, "GlobalScheduler") and actors(first, "Ingress"), 120)
+        wait_until(lambda: actors(first, "GlobalScheduler") and actors(first, "Ingress"), 300)
         second.start_ray(first, num_cpus=1, env={"PYTHONHASHSEED": "2"})
-        wait_until(lambda: "ready" in (tmp_path / "log").read_text() or process.poll() is not None, 240)
+        wait_until(lambda: "ready" in (tmp_path / "log").read_text() or process.poll() is not None, 400)
         assert process.poll() is None, (tmp_path / "log").read_text()
         url = f"http://{first.address}:8000"
         wait_until(lambda: len(groups(url)) == 2, 60)
@@ -141,7 +150,7 @@ def node_ids(network):
 
 
 @LONG_TESTS
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_over_two_hosts_and_when_who_computed_it_is_killed_and_when_its_host_is_gone(two_hosts):
     network, url = two_hosts
     first, second = network.hosts
