@@ -25,7 +25,7 @@ from ..scheduler.kv_sources import FetchOutcome
 from ..scheduler.prefix_index import pack
 from . import kv_store
 from .global_scheduler import CALL_TIMEOUT
-from .kv_store import PACK_SECONDS, KVOffer, KVPart
+from .kv_store import PACK_SECONDS, KVOffer, KVPart, KVRead
 
 if TYPE_CHECKING:
     from ..workers.engine import Engine
@@ -143,7 +143,8 @@ class KVConnector:
     async def _fetch(self, order: KVFetch) -> None:
         began = time.monotonic()
         source, left = order.source, order.deadline - began
-        count, failure, read, bad_part, store = 0, "", None, None, None
+        count, failure, bad_part, store = 0, "", None, None
+        read: KVRead | None = None
         try:
             store = await self._find_store(source.store)
             read = await asyncio.wait_for(store.read.remote(pack(order.hashes), left), left)

@@ -132,8 +132,8 @@ class KVStore:
 
     async def _pull(self, member: _Member, block_ids: Sequence[int]) -> "tuple[tuple[KVPiece, ray.ObjectRef], ...]":
         """Have each rank pack its part. The bytes stay where they are; only what they are comes here."""
-        answers = [p.pack_kv.options(num_returns=2).remote(block_ids) for p in member.packers]
-        headers = await asyncio.gather(*(header for header, _ in answers))
+        answers: list[Any] = [p.pack_kv.options(num_returns=2).remote(block_ids) for p in member.packers]
+        headers: list[KVPiece] = await asyncio.gather(*(header for header, _ in answers))
         return tuple(zip(headers, (data for _, data in answers), strict=True))
 
     # -- what leaders anywhere call -----------------------------------------------------------------------------------

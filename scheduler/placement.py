@@ -34,6 +34,7 @@ class GroupCapacity:
     chunk: int = 512  # tokens in a step
     node: str = ""  # where it runs: fetching from this node's store is free of the network
     block_bytes: int = 0  # of KV in a block, over all ranks; 0: it does not fetch
+    fetch_weight: float = 1.0  # what a second of waiting for blocks counts against one of computing them
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +303,7 @@ class Placement:
             arrival = self.sources.seconds((offer.num_blocks - num_blocks) * capacity.block_bytes, offer.same_node)
             rest = group.prefill_seconds(match.num_tokens - fetched, fetched)
             late = max(0.0, arrival - start)  # it travels while the request waits
-            if late + rest < delay + seconds:
+            if capacity.fetch_weight * late + rest < capacity.fetch_weight * delay + seconds:
                 source = KVSource(offer.store, offer.num_blocks, arrival)
                 cached, seconds, delay = fetched, rest, late
         # what it goes before waits in its turn

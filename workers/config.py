@@ -88,6 +88,7 @@ class KVTransferConfig:
     kv_role: str = "kv_both"  # kv_producer: publishes and fetches nothing; kv_consumer: fetches and publishes nothing
     store_memory: int | None = None  # bytes on each node; None: a share of its object store
     publish_min_tokens: int = 256  # shorter prefixes are published when they are seen again, or about to be evicted
+    fetch_weight: float = 1.0  # of waiting against computing; 0: fetch whatever there is
     fetch_timeout: float = 30.0  # seconds, at most; what is late by its prediction is given up before
 
     @classmethod
@@ -103,7 +104,7 @@ class KVTransferConfig:
         more = raw.get("kv_connector_extra_config") or {}
         if not isinstance(more, dict):
             raise ConfigError(f"{extra} must be a mapping, not {more!r}")
-        _check_keys(extra, more, ("store_memory", "publish_min_tokens", "fetch_timeout"))
+        _check_keys(extra, more, ("store_memory", "publish_min_tokens", "fetch_weight", "fetch_timeout"))
         given = {k: v for k, v in raw.items() if k == "kv_connector" or (k == "kv_role" and v is not None)}
         given |= {k: v for k, v in more.items() if v is not None}
         if "store_memory" in given:
@@ -113,9 +114,11 @@ class KVTransferConfig:
             raise ConfigError(f"{where}.kv_connector must be ObjectStoreConnector or null, not {config.kv_connector!r}")
         if config.kv_role not in ("kv_both", "kv_producer", "kv_consumer"):
             raise ConfigError(f"{where}.kv_role must be kv_both, kv_producer or kv_consumer, not {config.kv_role!r}")
-        tokens, timeout = config.publish_min_tokens, config.fetch_timeout
+        tokens, weight, timeout = config.publish_min_tokens, config.fetch_weight, config.fetch_timeout
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
             raise ConfigError(f"{extra}.publish_min_tokens must be an integer of at least 1, not {tokens!r}")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+            raise ConfigError(f"{extra}.fetch_weight must be a number, 0 or more, not {weight!r}")
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
             raise ConfigError(f"{extra}.fetch_timeout must be seconds, over 0, not {timeout!r}")
         return config

@@ -188,6 +188,7 @@ class Engine:
             scheduler.block_size,
             scheduler.max_num_batched_tokens,
             block_bytes=self.block_bytes if self.config.enable_prefix_caching and transfer.fetches else 0,
+            fetch_weight=transfer.fetch_weight,
         )
 
     def load(self) -> GroupLoad:

@@ -102,7 +102,7 @@ class InlineExecutor:
         self.worker = Worker(config, progress, checkpoint, grammar_backend=grammar_backend)
         self.worker.allocate(self.worker.num_blocks, self.worker.max_model_len)
         self.model_config = self.worker.model_config
-        self.shards = (whole_model(self.model_config),)
+        self.shards: tuple[Shard, ...] = (whole_model(self.model_config),)
         self.num_blocks, self.max_model_len = self.worker.num_blocks, self.worker.max_model_len
         self._results: deque[StepResult] = deque()
 

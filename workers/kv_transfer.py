@@ -10,6 +10,7 @@ import hashlib
 import zlib
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -121,14 +122,15 @@ class KVPort:
 
 def _crc(unit: Tensor) -> int:
     """unit [blocks, block_size, head_dim], contiguous. Lets other threads run meanwhile."""
-    return zlib.crc32(unit.reshape(-1).view(torch.uint8).numpy())
+    data: Any = unit.reshape(-1).view(torch.uint8).numpy()
+    return zlib.crc32(data)
 
 
 def _tensor_over(data: np.ndarray) -> Tensor:
     """A tensor over bytes that may be read-only, as those in an object store are; nobody may write it."""
     if data.flags.writeable:
         return torch.from_numpy(data)
-    memory = (ctypes.c_uint8 * data.size).from_address(data.ctypes.data)
+    memory: Any = (ctypes.c_uint8 * data.size).from_address(data.ctypes.data)
     memory.owner = data  # lives as long as the tensor
     return torch.frombuffer(memory, dtype=torch.uint8)
 

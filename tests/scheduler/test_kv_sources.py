@@ -14,9 +14,9 @@ SLOW = CostModel(5e-3, 1e-3, 0.0, 1e-4, 0.0)  # a millisecond a token: 1.024 s f
 FAST = CostModel(1e-4, 1e-6, 0.0, 1e-6, 0.0)
 
 
-def dispatcher(cost=SLOW, block_bytes=100_000, stores=(("far", "node 2", 64),), node="node 1"):
+def dispatcher(cost=SLOW, block_bytes=100_000, stores=(("far", "node 2", 64),), **capacity):
     d = Dispatcher()
-    d.add_group("g", "m", GroupCapacity(8, node=node, block_bytes=block_bytes), 0.0, cost=cost)
+    d.add_group("g", "m", GroupCapacity(8, node="node 1", block_bytes=block_bytes, **capacity), 0.0, cost=cost)
     for name, at, count in stores:
         d.sources.add(name, at)
         d.block_events(name, BlockEvents(1, pack(HASHES[:count])))
@@ -36,6 +36,11 @@ def test_what_a_store_has_is_fetched_where_computing_takes_longer():
     assert send(dispatcher(cost=FAST)).kv_source is None
     assert send(dispatcher(block_bytes=0)).kv_source is None  # a group that does not fetch
     assert send(dispatcher(stores=())).kv_source is None
+
+
+def test_what_waiting_counts_against_computing_is_the_operators_choice():
+    assert send(dispatcher(cost=FAST, fetch_weight=0.0)).kv_source is not None
+    assert send(dispatcher(fetch_weight=50.0)).kv_source is None
 
 
 def test_decisions_are_counted():

@@ -255,6 +255,10 @@ def test_sizes_that_are_none_are_refused(size):
             "kv_connector_extra_config.publish_min_tokens must be an integer of at least 1, not 0",
         ),
         (
+            {"kv_transfer_config": {"kv_connector_extra_config": {"fetch_weight": -1}}},
+            "kv_connector_extra_config.fetch_weight must be a number, 0 or more, not -1",
+        ),
+        (
             {"kv_transfer_config": {"kv_connector_extra_config": {"fetch_timeout": -1}}},
             "kv_connector_extra_config.fetch_timeout must be seconds, over 0, not -1",
         ),
