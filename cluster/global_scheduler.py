@@ -218,17 +218,17 @@ class GlobalScheduler:
         `seen` is the epoch and number of the last news the ingress has. May be repeated: a request that is known is not
         queued again, its assignment is told again.
         """
+        now = time.monotonic()  # one for all of it: what was looked up to admit a request serves to place it
         for request in requests:
             try:
-                self.dispatcher.submit(request, time.monotonic())
+                self.dispatcher.submit(request, now)
                 self.ingress_of[request.request_id] = ingress_id
             except PagedRayError as error:
                 self._tell(ingress_id, request.request_id, error=error)
             group_id = self.dispatcher.group_of(request.request_id)
             if group_id is not None:
                 self._tell(ingress_id, request.request_id, group_id)
-        self._dispatch()
-        now = time.monotonic()
+        self._dispatch(now)
         limits = {r.tenant: self.dispatcher.rate_limits(r.tenant, now) for r in requests}
         limited = tuple((t, left) for t, left in limits.items() if left != RateLimits())
         return replace(self._take_news(ingress_id, seen), rate_limits=limited)
@@ -351,8 +351,8 @@ class GlobalScheduler:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _dispatch(self) -> None:
-        now = time.monotonic()
+    def _dispatch(self, now: float | None = None) -> None:
+        now = time.monotonic() if now is None else now
         for group_id, requests in self.dispatcher.dispatch(now).items():
             batch = [(self.ingress_of[r.request_id], r) for r in requests]
             for ingress_id, request in batch:

@@ -103,7 +103,7 @@ class Group:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # these two are made by the thousand: frozen, each would take three times as long
 class Match:
     """What a lookup found for one request, and what does not depend on the group."""
 
@@ -114,7 +114,7 @@ class Match:
     stored: tuple[tuple[int, int], ...] = ()  # the same of stores
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Choice:
     group: Group
     cost: float

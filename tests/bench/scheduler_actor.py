@@ -1,0 +1,143 @@
+"""Requests a second through the global scheduler's actor: `python tests/bench/scheduler_actor.py`.
+
+Four ingresses, processes of their own, each keep so many requests waiting and send what has piled up while their last
+call was under way. Groups, processes too, take their batches, have done with them at once and report that as leaders do,
+one report at a time. All that is real but the engine: pickled prompts, block hashes, handles, news. Where there are
+fewer cores than processes, the rate by the clock is the machine's; a second of the actor's own CPU says what one core
+would carry.
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import tempfile
+import time
+
+import ray
+
+from pagedray.cluster.global_scheduler import GlobalScheduler, GroupInfo, GroupReport
+from pagedray.scheduler.cost_model import CostModel
+from pagedray.scheduler.placement import GroupCapacity, GroupLoad
+from pagedray.scheduler.request import Request, SamplingParams
+from pagedray.scheduler.step import SchedulerStats
+
+MODEL, BLOCK = "m", 64  # tokens
+_REPORT_SECONDS = 0.5
+COST = CostModel(0.0, 1e-7, 0.0, 0.0, 0.0)  # groups so fast that nothing waits for them
+
+
+class Scheduler(GlobalScheduler):
+    async def cpu_seconds(self) -> float:
+        return time.process_time()
+
+
+class Leader:
+    """A group that needs no time."""
+
+    def __init__(self, scheduler, group_id):
+        self.scheduler, self.group_id = scheduler, group_id
+        self.num_received, self.finished, self.wake = 0, [], asyncio.Event()
+
+    async def join(self):
+        me = ray.get_runtime_context().current_actor
+        capacity = GroupCapacity(512, 256, 1_000_000, BLOCK, 2048)
+        await self.scheduler.register_group.remote(GroupInfo(self.group_id, MODEL, capacity, 131072, me))
+        self.reporter = asyncio.create_task(self._report_for_ever())
+
+    async def add_requests(self, batch):
+        self.num_received += len(batch)
+        self.finished += [request.request_id for _, request in batch]
+        self.wake.set()
+
+    async def send_snapshot(self, _):
+        pass
+
+    async def _report_for_ever(self):
+        while True:
+            try:
+                await asyncio.wait_for(self.wake.wait(), _REPORT_SECONDS)
+            except TimeoutError:
+                pass
+            self.wake.clear()
+            finished, self.finished = self.finished, []
+            load = GroupLoad(self.num_received, 0.0, 16, 30_000, 50_000, COST)
+            stats = SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0)
+            await self.scheduler.report.remote(GroupReport(self.group_id, tuple(finished), stats, load))
+
+
+class Ingress:
+    def __init__(self, scheduler, name, tokens):
+        self.scheduler, self.name, self.count = scheduler, name, 0
+        draw = random.Random(name)
+        self.prompt = tuple(draw.randrange(50_000) for _ in range(tokens))
+        self.hashes = [tuple(draw.randbytes(16) for _ in range(tokens // BLOCK)) for _ in range(200)]
+        self.seen = ("", 0)
+
+    def _request(self):
+        self.count += 1
+        sampling = SamplingParams(seed=self.count, max_tokens=100)
+        hashes = self.hashes[self.count % len(self.hashes)]
+        return Request(f"{self.name}-{self.count}", self.prompt, sampling, MODEL, block_hashes=hashes)
+
+    async def run(self, num_requests, in_flight):
+        """Submit so many, with `in_flight` of them waiting for a group at any time; the size of the mean batch."""
+        waiting, sent, calls = set(), 0, 0
+        while waiting or sent < num_requests:
+            batch = [self._request() for _ in range(min(in_flight - len(waiting), num_requests - sent))]
+            waiting |= {r.request_id for r in batch}
+            sent += len(batch)
+            if batch:
+                calls += 1
+                news = await self.scheduler.submit.remote(self.name, batch, self.seen)
+            else:
+                news = await self.scheduler.assignments.remote(self.name, self.seen)
+            self.seen = news.epoch, news.number
+            assert not news.failed, news.failed[0][1]
+            waiting -= {request_id for request_id, _ in news.assigned}
+        return sent / calls
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=2, help="processes, too")
+    parser.add_argument("--ingresses", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=8_000, help="in each round")
+    parser.add_argument("--in-flight", type=int, default=64, help="requests of an ingress that wait for a group")
+    parser.add_argument("--tokens", type=int, default=512, help="of a prompt")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    with tempfile.TemporaryDirectory(prefix="pr", dir="/tmp") as folder:
+        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=folder, configure_logging=False)
+        try:
+            measure(args)
+        finally:
+            ray.shutdown()
+
+
+def measure(args) -> None:
+    def actor(cls, *arguments):
+        return ray.remote(cls).options(num_cpus=0, max_concurrency=1000).remote(*arguments)
+
+    scheduler = actor(Scheduler, "bench")
+    leaders = [actor(Leader, scheduler, f"g{i}") for i in range(args.groups)]
+    ray.get([leader.join.remote() for leader in leaders], timeout=300)
+    ingresses = [actor(Ingress, scheduler, f"i{i}", args.tokens) for i in range(args.ingresses)]
+    share = args.requests // args.ingresses
+    for number in range(args.rounds + 1):
+        used, began = ray.get(scheduler.cpu_seconds.remote(), timeout=60), time.perf_counter()
+        sizes = ray.get([i.run.remote(share, args.in_flight) for i in ingresses], timeout=300)
+        seconds = time.perf_counter() - began
+        used = ray.get(scheduler.cpu_seconds.remote(), timeout=60) - used
+        total = share * args.ingresses
+        if number:  # the first one warms up
+            print(
+                f"{total / seconds:,.0f} requests/s, {total / used:,.0f} a second of the actor's CPU; "
+                f"{sum(sizes) / len(sizes):.0f} in a batch",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
