@@ -159,6 +159,7 @@ class GroupStatus:
     max_model_len: int  # tokens
     stats: SchedulerStats | None  # its last report
     block_size: int = 0  # tokens
+    num_indexed_blocks: int = 0  # cached there, as the prefix index has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +269,14 @@ class GlobalScheduler:
     async def stats(self) -> ClusterStats:
         self.last_called = time.monotonic()
         groups = tuple(
-            GroupStatus(g.group_id, g.model, g.max_model_len, self.reports.get(g.group_id), g.capacity.block_size)
+            GroupStatus(
+                g.group_id,
+                g.model,
+                g.max_model_len,
+                self.reports.get(g.group_id),
+                g.capacity.block_size,
+                self.dispatcher.index.num_blocks_of(g.group_id),
+            )
             for g in self.groups.values()
         )
         decisions = tuple((model, *counts) for model, counts in self.dispatcher.num_fetches().items())

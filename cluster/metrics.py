@@ -79,6 +79,14 @@ class _GroupCollector:
         for model, count in self.cluster.num_queued.items():
             queued.add_metric([model], count)
         yield queued
+        indexed = GaugeMetricFamily(
+            "pagedray:prefix_index_blocks",
+            "Cached blocks of a group that the global scheduler knows.",
+            labels=["model_name", "group"],
+        )
+        for group in self.cluster.groups:
+            indexed.add_metric([group.model, group.group_id], group.num_indexed_blocks)
+        yield indexed
         gauges = {
             "num_requests_running": ("Sequences in the running set.", lambda s: s.num_running),
             "num_requests_waiting": ("Sequences waiting in the group.", lambda s: s.num_waiting),

@@ -33,7 +33,10 @@ class DispatchOptions:
     input_weight: float = 1.0
     cached_weight: float = 0.1
     output_weight: float = 2.0
-    quantum: float = 8192.0  # of the fair queue, for each group
+    # Of the fair queue, for each group: what it prefills in this time, and so many tokens at most. In tokens alone, a
+    # tenant that comes to a slow group would be let ahead of the others for half a minute.
+    quantum_seconds: float = 0.3
+    quantum: float = 8192.0
     # While others have come of late, this share of each group's slots and KV cache is kept from a tenant that has its
     # share already: they find room at once where they would have to wait for one of its requests to end.
     reserve: float = 0.0625
@@ -72,6 +75,15 @@ class _Pool:
     def wait(self) -> float:
         """Seconds until what waits now has been computed."""
         return self.queued_seconds / max(1, len(self.placement.groups))
+
+    def fit_quantum(self, options: DispatchOptions) -> None:
+        """Groups came or went, or turned out to be faster or slower. What changes little is measuring error."""
+        quantum = 0.0
+        for group in self.placement.groups.values():
+            seconds = group.cost.chunked_prefill_seconds(group.capacity.chunk, 0, group.capacity.chunk, 0, 0)
+            quantum += min(options.quantum, options.quantum_seconds * group.capacity.chunk / max(1e-9, seconds))
+        if quantum and not 0.7 < quantum / self.queue.quantum < 1.4:
+            self.queue.set_quantum(quantum)
 
     def count(self, tenant: Tenant, change: int) -> None:
         """A request of a tenant came to a group, or left it."""
@@ -148,7 +160,7 @@ class Dispatcher:
         group = Group(group_id, model, capacity, bit, cost or pool.placement.usual_cost, now, now, num_received)
         self._groups[group_id] = pool
         pool.placement.add(group, now)
-        pool.queue.quantum = max(pool.queue.quantum, self.options.quantum * len(pool.placement.groups))
+        pool.fit_quantum(self.options)
         elsewhere = []
         for request in running:
             entry = self._entries.get(request.request_id)
@@ -186,7 +198,11 @@ class Dispatcher:
     def report(self, group_id: str, load: GroupLoad, now: float) -> None:
         """A group's load."""
         pool = self._groups[group_id]
-        pool.placement.report(pool.placement.groups[group_id], load, now)
+        group = pool.placement.groups[group_id]
+        known = group.cost
+        pool.placement.report(group, load, now)
+        if group.cost != known:
+            pool.fit_quantum(self.options)
 
     def block_events(self, holder: str, events: BlockEvents) -> bool:
         """What a group's device, or a store, holds. False: something is missing, it must send a snapshot."""

@@ -48,6 +48,12 @@ class FairQueue(Generic[T]):
     def __len__(self) -> int:
         return self._size
 
+    def set_quantum(self, quantum: float) -> None:
+        """Another bound from now on. Who is further behind than a smaller one allows is lifted to it."""
+        self.quantum = quantum
+        for account in self._backlogged.values():
+            account.counter = max(account.counter, self.level - quantum)
+
     def push(self, tenant: str, weight: float, key: Key, item: T, rank: int = 0) -> None:
         """A request waits. `rank` is its tenant's class: lower goes first, within the bound."""
         account = self._accounts.get(tenant)

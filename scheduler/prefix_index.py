@@ -218,6 +218,10 @@ class PrefixIndex:
         levels = self.lookup(hashes, self._holders[name].bit)
         return levels[0].num_blocks if levels else 0
 
+    def num_blocks_of(self, name: str) -> int:
+        """How many blocks a holder has told of and has still."""
+        return len(self._holders[name].blocks)
+
     def blocks_of(self, name: str) -> set[Hashable]:
         """What a holder has told of."""
         return set(self._holders[name].blocks)

@@ -1,10 +1,10 @@
 """Requests a second through the global scheduler's actor: `python tests/bench/scheduler_actor.py`.
 
 Four ingresses, processes of their own, each keep so many requests waiting and send what has piled up while their last
-call was under way. Groups, processes too, take their batches, have done with them at once and report that as leaders do,
-one report at a time. All that is real but the engine: pickled prompts, block hashes, handles, news. Where there are
+call was under way. Groups, processes too, take their batches, have done with them at once and report that as leaders
+do, one report at a time. All is real but the engine: pickled prompts, block hashes, handles, news. Where there are
 fewer cores than processes, the rate by the clock is the machine's; a second of the actor's own CPU says what one core
-would carry.
+carries.
 """
 
 import argparse

@@ -1,4 +1,7 @@
-"""Two tenants of a real server: keys, limits, and caches that do not mix."""
+"""Tenants of a real server: keys, limits, caches that do not mix, and a flood that nobody else has to wait for."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -9,6 +12,7 @@ pytestmark = pytest.mark.serve
 TENANTS = [
     {"name": "acme", "api_keys": ["sk-acme-key"], "requests_per_minute": 5},
     {"name": "other", "api_keys": ["sk-other-key"], "weight": 2.0},
+    {"name": "quiet", "api_keys": ["sk-quiet-key"]},
 ]
 
 
@@ -18,7 +22,7 @@ def tenants(start_server, demo_model, tmp_path_factory):
         "llm_configs": [
             {
                 "model_loading_config": {"model_id": "demo", "model_source": str(demo_model)},
-                "engine_kwargs": {"max_model_len": 1024},
+                "engine_kwargs": {"max_model_len": 1024, "max_num_seqs": 2},
             }
         ],
         "tenants": TENANTS,
@@ -66,4 +70,19 @@ def test_keys_limits_and_separate_caches(tenants):
 
     lines = httpx.get(f"{tenants.url}/metrics", timeout=30).text.splitlines()
     assert any('tenant="acme"' in line and "limited" in line and line.endswith(" 2.0") for line in lines)
+    tenants.wait_idle(5.0)
+
+
+def test_who_asks_little_does_not_wait_behind_a_flood(tenants):
+    def ask(key, number):
+        body = {"prompt": f"Story number {number}:", "max_tokens": 32, "ignore_eos": True}
+        return post(tenants, key, **body).status_code
+
+    with ThreadPoolExecutor(48) as pool:
+        flood = [pool.submit(ask, "sk-other-key", i) for i in range(40)]
+        while not any(f.done() for f in flood):  # two run, the others wait
+            time.sleep(0.01)
+        assert ask("sk-quiet-key", 0) == 200
+        assert sum(f.done() for f in flood) <= 20
+        assert {f.result() for f in flood} == {200}
     tenants.wait_idle(5.0)

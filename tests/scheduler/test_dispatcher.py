@@ -229,6 +229,40 @@ def test_tenants_share_while_both_want_more():
             assert f"q{i - 9}" in order
 
 
+def test_a_tenant_that_comes_to_a_slow_group_is_not_let_ahead_for_long():
+    """It has a quantum of credit; in tokens alone that would be half a minute of what this group does."""
+    d = tenants(Tenant("flood"), Tenant("quiet"))
+    groups(d, "g", window=4, max_num_seqs=2, chunk=512)  # a token a millisecond
+    order, running, now, given = [], [], 0.0, 0
+
+    def serve(seconds):
+        nonlocal now, given
+        end = now + seconds
+        while now < end:
+            for batch in d.dispatch(now).values():
+                order.extend(r.request_id for r in batch)
+                running.extend(r.request_id for r in batch)
+                given += len(batch)
+            now += 0.1
+            if running:
+                done = running.pop(0)
+                d.served("m", "flood" if done[0] == "f" else "quiet", 10)
+                d.finished([done], now)
+            d.report("g", GroupLoad(given, 0.1 * len(running), cost=SLOW), now)
+            d.check_integrity()
+
+    for i in range(60):  # the quiet one alone
+        d.submit(long(f"a{i}", 100, "quiet"), now)
+        serve(0.2)
+    for i in range(200):
+        d.submit(long(f"f{i}", 100, "flood"), now)
+    serve(2.0)
+    before = len(order)
+    d.submit(long("q", 100, "quiet"), now)
+    serve(2.0)
+    assert order.index("q") <= before + 4
+
+
 def test_priorities_rule_within_a_tenant_and_its_class():
     d = tenants(Tenant("batch", priority_class="batch"), Tenant("live", priority_class="interactive"))
     for name, tenant, priority in (("b", "batch", -1000), ("l", "live", 1000), ("first", "live", -5)):
