@@ -288,7 +288,7 @@ class Placement:
         shortage = group.kv_tokens + match.kv_tokens - cached - (1.0 - reserve) * capacity.kv_tokens
         if shortage > 0.0:  # what is in use comes free over about the time a request takes
             start += self.mean_seconds * shortage / capacity.kv_tokens
-        slots = int((1.0 - reserve) * capacity.max_num_seqs) or 1
+        slots = capacity.max_num_seqs - int(reserve * capacity.max_num_seqs)
         if len(group.requests) >= min(slots, capacity.window):
             num_before = group.num_before(key)
             if urgent:  # it gets the next slot that comes free

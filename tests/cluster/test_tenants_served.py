@@ -75,14 +75,14 @@ def test_keys_limits_and_separate_caches(tenants):
 
 def test_who_asks_little_does_not_wait_behind_a_flood(tenants):
     def ask(key, number):
-        body = {"prompt": f"Story number {number}:", "max_tokens": 32, "ignore_eos": True}
+        body = {"prompt": f"Story number {number}:", "max_tokens": 16, "ignore_eos": True}
         return post(tenants, key, **body).status_code
 
-    with ThreadPoolExecutor(48) as pool:
-        flood = [pool.submit(ask, "sk-other-key", i) for i in range(40)]
+    with ThreadPoolExecutor(30) as pool:
+        flood = [pool.submit(ask, "sk-other-key", i) for i in range(30)]
         while not any(f.done() for f in flood):  # two run, the others wait
             time.sleep(0.01)
         assert ask("sk-quiet-key", 0) == 200
-        assert sum(f.done() for f in flood) <= 20
+        assert sum(f.done() for f in flood) <= 15
         assert {f.result() for f in flood} == {200}
     tenants.wait_idle(5.0)
