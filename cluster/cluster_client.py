@@ -118,6 +118,7 @@ class ClusterClient:
             news = await self._call("submit", *arguments)
         for stream in batch:
             stream.epoch = news.epoch
+        self.rate_limits.update(news.rate_limits)  # which the next answer does not repeat
         if {group_id for _, group_id in news.assigned} - self._leaders.keys() - dict(news.groups).keys():
             news = await self._call("assignments", self.ingress_id, self._seen)  # the same again, with leaders' handles
         self._take(news)

@@ -2,7 +2,7 @@
 
 Four ingresses, processes of their own, each keep so many requests waiting and send what has piled up while their last
 call was under way. Groups, processes too, take their batches, have done with them at once and report that as leaders
-do, one report at a time. All is real but the engine: pickled prompts, block hashes, handles, news. Where there are
+do, one report at a time. All is real but the engine: channels, pickled prompts, block hashes, news. Where there are
 fewer cores than processes, the rate by the clock is the machine's; a second of the actor's own CPU says what one core
 carries.
 """
@@ -16,7 +16,8 @@ import time
 
 import ray
 
-from pagedray.cluster.global_scheduler import GlobalScheduler, GroupInfo, GroupReport
+from pagedray.cluster.channel import Channel, ChannelServer
+from pagedray.cluster.global_scheduler import Assignments, GlobalScheduler, GroupInfo, GroupReport
 from pagedray.scheduler.cost_model import CostModel
 from pagedray.scheduler.placement import GroupCapacity, GroupLoad
 from pagedray.scheduler.request import Request, SamplingParams
@@ -42,7 +43,9 @@ class Leader:
     async def join(self):
         me = ray.get_runtime_context().current_actor
         capacity = GroupCapacity(512, 256, 1_000_000, BLOCK, 2048)
-        await self.scheduler.register_group.remote(GroupInfo(self.group_id, MODEL, capacity, 131072, me))
+        self.channel = ChannelServer(ray.util.get_node_ip_address(), {"add_requests": self.add_requests})
+        info = GroupInfo(self.group_id, MODEL, capacity, 131072, me, channel=self.channel.address)
+        await self.scheduler.register_group.remote(info)
         self.reporter = asyncio.create_task(self._report_for_ever())
 
     async def add_requests(self, batch):
@@ -73,6 +76,10 @@ class Ingress:
         self.prompt = tuple(draw.randrange(50_000) for _ in range(tokens))
         self.hashes = [tuple(draw.randbytes(16) for _ in range(tokens // BLOCK)) for _ in range(200)]
         self.seen = ("", 0)
+        self.channel = Channel(self._find)
+
+    async def _find(self):
+        return await self.scheduler.open_channel.remote()
 
     def _request(self):
         self.count += 1
@@ -89,7 +96,8 @@ class Ingress:
             sent += len(batch)
             if batch:
                 calls += 1
-                news = await self.scheduler.submit.remote(self.name, batch, self.seen)
+                answer = await self.channel.call("submit", self.name, batch, self.seen, timeout=60.0)
+                news = Assignments.from_json(answer)
             else:
                 news = await self.scheduler.assignments.remote(self.name, self.seen)
             self.seen = news.epoch, news.number
