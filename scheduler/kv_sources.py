@@ -56,14 +56,6 @@ class TransferModel:
         return latency + slope * num_bytes / self._unit
 
 
-@dataclass(slots=True)
-class _Store:
-    name: str
-    node: str
-    bit: int
-    doubted_until: float = 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class Offer:
     """A store that has the first `num_blocks` blocks of a prompt."""
@@ -79,7 +71,11 @@ class KVSources:
     def __init__(self, index: PrefixIndex, options: SourceOptions | None = None):
         self.index = index
         options = options or SourceOptions()
-        self._stores: dict[str, _Store] = {}
+        self._bits: dict[str, int] = {}  # by store
+        self._on_node: dict[str, int] = {}  # node → the bits of its stores
+        self._mask = 0  # of all
+        self._doubted: dict[str, float] = {}  # store → until when
+        self._turn = 0
         self._roads = {
             True: TransferModel(options.same_node_latency, options.same_node_bytes_per_second),
             False: TransferModel(options.network_latency, options.network_bytes_per_second),
@@ -87,36 +83,50 @@ class KVSources:
 
     def add(self, name: str, node: str) -> None:
         """A store came up, or has to tell everything anew."""
-        self._stores[name] = _Store(name, node, self.index.add_holder(name))
+        self.remove(name)
+        bit = self._bits[name] = self.index.add_holder(name)
+        self._on_node[node] = self._on_node.get(node, 0) | bit
+        self._mask |= bit
 
     def remove(self, name: str) -> None:
-        if self._stores.pop(name, None) is not None:
+        bit = self._bits.pop(name, 0)
+        if bit:
             self.index.remove_holder(name)
+            self._mask &= ~bit
+            self._on_node = {node: mask & ~bit for node, mask in self._on_node.items() if mask & ~bit}
+            self._doubted.pop(name, None)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._stores
+        return name in self._bits
 
     def lookup(self, hashes: Sequence[Hashable], now: float) -> tuple[tuple[int, int], ...]:
         """(blocks, mask of the stores that have so many of a prompt), longest first."""
-        mask = sum(s.bit for s in self._stores.values() if s.doubted_until <= now)
+        mask = self._mask
+        if self._doubted:
+            self._doubted = {name: until for name, until in self._doubted.items() if until > now}
+            mask &= ~sum(self._bits[name] for name in self._doubted)
         if not mask or not hashes:
             return ()
         return tuple((level.num_blocks, level.holders) for level in self.index.lookup(hashes, mask))
 
     def offers(self, levels: Sequence[tuple[int, int]], num_blocks: int, node: str) -> Iterator[Offer]:
         """Where a group at `node` that has `num_blocks` blocks can get more: the most, and the most on its node."""
-        farthest = True
+        farthest, near_mask = True, self._on_node.get(node, 0)
         for held, mask in levels:
             if held <= num_blocks:
                 return
-            stores = [self._stores[name] for name in self.index.names(mask)]
-            near = next((s for s in stores if s.node == node), None)
-            if near is not None:
-                yield Offer(near.name, held, True)
+            if mask & near_mask:
+                yield Offer(self._one_of(mask & near_mask), held, True)
                 return
             if farthest:
                 farthest = False
-                yield Offer(stores[0].name, held, False)
+                yield Offer(self._one_of(mask), held, False)
+
+    def _one_of(self, mask: int) -> str:
+        """Not always the same of many."""
+        self._turn = (self._turn + 1) % mask.bit_length()
+        rest = (mask >> self._turn << self._turn) or mask
+        return self.index.names(rest & -rest)[0]
 
     def seconds(self, num_bytes: int, same_node: bool) -> float:
         return self._roads[same_node].seconds(num_bytes)
@@ -124,8 +134,7 @@ class KVSources:
     def learn(self, outcome: FetchOutcome, now: float) -> None:
         """A fetch has ended."""
         if outcome.failure:
-            store = self._stores.get(outcome.store)
-            if store is not None:
-                store.doubted_until = now + _DOUBT_SECONDS
+            if outcome.store in self._bits:
+                self._doubted[outcome.store] = now + _DOUBT_SECONDS
         elif outcome.num_bytes:
             self._roads[outcome.same_node].learn(outcome.num_bytes, outcome.seconds)

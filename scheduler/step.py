@@ -432,7 +432,10 @@ class StepScheduler:
             if seq.num_uncomputed_tokens > 1:
                 backlog += cost.chunked_prefill_seconds(seq.num_uncomputed_tokens, seq.num_computed_tokens, *beside)
         for seq in self._waiting:
-            known = min(len(self.pool.lookup(seq.block_hashes)) * size, len(seq.token_ids) - 1)
+            num_known = len(self.pool.lookup(seq.block_hashes))
+            while num_known < len(seq.block_hashes) and self.fetches.is_arriving(seq.block_hashes[num_known]):
+                num_known += 1
+            known = min(num_known * size, len(seq.token_ids) - 1)
             backlog += cost.chunked_prefill_seconds(len(seq.token_ids) - known, known, *beside)
             tokens += len(seq.token_ids)
         used = (self.pool.num_blocks - self.pool.num_free) * size + tokens
