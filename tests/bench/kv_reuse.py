@@ -4,9 +4,9 @@
     python tests/bench/kv_reuse.py MODEL                  # same node: two groups on this machine
 
 Two groups that take one request at a time. A prompt is computed by one of them; while a stream keeps that one busy, it
-is asked again, which goes to the other: that is the fetch, and once more is the device. Every line is the median of
-`--rounds` prompts, beside the same prompts' cold run, so ratios are of one run. The groups share this machine's cores
-with each other and with whatever runs on it.
+is asked again, which goes to the other: that is the fetch, and once more is the device. It was computed beside a stream
+of the other group, too. Every line is the median of `--rounds` prompts, so ratios are of one run. The groups share this
+machine's cores with each other and with whatever runs on it.
 """
 
 import argparse
@@ -81,9 +81,12 @@ def measure(url: str, lengths: list[int], rounds: int, source: str) -> None:
         cold, fetched, device, late = [], [], [], 0
         for _ in range(rounds):
             prompt = [draw.randrange(10, 40000) for _ in range(length)]
-            reads = metric(url, "pagedray:kv_store_published_total")
+            runs = metric(url, "pagedray:kv_store_published_total")
+            busy = Busy(url, [draw.randrange(10, 40000) for _ in range(32)])
             cold.append(ttft(url, prompt)[0])
-            wait_until(lambda: metric(url, "pagedray:kv_store_published_total") > reads, 60, "it is published")  # noqa: B023
+            busy.end()
+            wait_until(lambda: metric(url, "pagedray:num_requests_running") == 0, 60, "nothing runs")
+            wait_until(lambda: metric(url, "pagedray:kv_store_published_total") > runs, 60, "it is published")  # noqa: B023
             time.sleep(1.5)
             busy = Busy(url, prompt)
             before = metric(url, "pagedray:kv_fetches_total")
@@ -96,7 +99,7 @@ def measure(url: str, lengths: list[int], rounds: int, source: str) -> None:
             device.append(ttft(url, prompt)[0])
             busy.end()
             wait_until(lambda: metric(url, "pagedray:num_requests_running") == 0, 60, "nothing runs")
-        shown = {"recompute": cold, source: fetched, "device, beside a stream": device}
+        shown = {"recompute": cold, source: fetched, "device": device}
         medians = {name: statistics.median(times) for name, times in shown.items() if times}
         line = ", ".join(f"{name} {1000 * t:.0f} ms" for name, t in medians.items())
         ratio = f", {source} / recompute {medians[source] / medians['recompute']:.2f}" if fetched else ""
