@@ -212,7 +212,7 @@ class ClusterClient:
 
     def _restart_scheduler(self) -> None:
         """It lives and does not answer, which Ray does not notice. What it knows, others will tell the next one."""
-        logger.warning("the global scheduler has not answered within %.0f s; it is started anew", CALL_TIMEOUT)
+        logger.warning("the global scheduler has not answered within %.0f s; it is started anew", 2 * CALL_TIMEOUT)
         ray.kill(self.scheduler, no_restart=False)
 
     def _unassigned(self) -> list[_Stream]:
@@ -222,12 +222,14 @@ class ClusterClient:
         """Call the global scheduler. While it restarts, try again; after `_SCHEDULER_PATIENCE` raise `EngineDead`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _SCHEDULER_PATIENCE
+        unanswered = 0
         while True:
             try:
                 return await asyncio.wait_for(getattr(self.scheduler, method).remote(*args), CALL_TIMEOUT)
             except (ray.exceptions.RayActorError, TimeoutError) as error:
                 if loop.time() > deadline:
                     raise EngineDead("the global scheduler cannot be reached; try again later") from error
-                if isinstance(error, TimeoutError):
+                unanswered = unanswered + 1 if isinstance(error, TimeoutError) else 0
+                if unanswered == 2:  # one call may be late on a busy machine
                     self._restart_scheduler()
                 await asyncio.sleep(0.2)
