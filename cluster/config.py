@@ -296,10 +296,8 @@ class _DeploymentOptions(_Section):
 
 # vLLM's engine settings that change nothing here: name → the values that may be taken so (None: any), and why.
 _VLLM: dict[str, tuple[tuple[Any, ...] | None, str]] = {
-    "gpu_memory_utilization": (None, "kv_cache_memory says how much memory the KV cache takes"),
     "swap_space": (None, "blocks are not swapped; a preempted sequence is computed again"),
     "cpu_offload_gb": ((0,), "weights are not offloaded"),
-    "enforce_eager": (None, "there are no CUDA graphs"),
     "compilation_config": (None, "models are not compiled"),
     "max_seq_len_to_capture": (None, "there are no CUDA graphs"),
     "disable_custom_all_reduce": (None, "ranks of one host reduce through shared memory, others through gloo"),

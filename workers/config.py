@@ -9,6 +9,7 @@ from ..scheduler.errors import ConfigError
 from ..scheduler.names import nearest
 
 DTYPES = ("auto", "bfloat16", "float32")
+DEVICES = ("auto", "cuda", "cpu")
 QUANTIZATIONS = ("auto", "none", "int8")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")  # what `workers.rope` computes
 
@@ -163,6 +164,9 @@ class EngineConfig:
     tensor_parallel_weights: tuple[float, ...] | None = None  # a faster rank's is higher; None: equal shares
     pipeline_stage_layers: tuple[int, ...] | None = None  # layers of each stage; None: balanced by measured time
     seed: int = 0  # of requests that bring none, offline
+    device: str = "auto"  # auto: a CUDA GPU where there is one
+    gpu_memory_utilization: float = 0.9  # share of the GPU for weights, activations and KV; without kv_cache_memory
+    enforce_eager: bool = False  # no CUDA graphs
     cpu_threads: int | None = None  # None: the cores this process may use
     kv_transfer_config: KVTransferConfig = KVTransferConfig()  # between worker groups; `LLM`, which is one, ignores it
 
@@ -199,6 +203,13 @@ class EngineConfig:
             raise ConfigError(f"tokenizer must be a folder, a .gguf file or a hub id, not {self.tokenizer!r}")
         if isinstance(self.dtype, str):
             object.__setattr__(self, "dtype", aliases.get(self.dtype, self.dtype))
+        if self.device not in DEVICES:
+            raise ConfigError(f"device must be one of {', '.join(DEVICES)}, not {self.device!r}")
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be more than 0 and at most 1, not {share!r}")
+        if not isinstance(self.enforce_eager, bool):
+            raise ConfigError(f"enforce_eager must be true or false, not {self.enforce_eager!r}")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
         if self.quantization == "gguf":  # vLLM's word for what the files of this kind have

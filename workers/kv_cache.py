@@ -15,17 +15,25 @@ from .partition import Shard, whole_model
 logger = logging.getLogger(__name__)
 
 _SHARE_OF_FREE_MEMORY = 0.25
+_CPU = torch.device("cpu")
 
 
 def allocate(
-    config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, shard: Shard | None = None
+    config: ModelConfig,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    shard: Shard | None = None,
+    device: torch.device = _CPU,
 ) -> list[tuple[Tensor, Tensor]]:
-    """K and V of every layer of the rank, zeroed, on pages that the system provides as they are first written."""
+    """K and V of every layer of the rank, zeroed; a CPU's on pages that the system provides as they are written."""
     shard = shard or whole_model(config)
     shape = (num_blocks, len(shard.kv_heads), block_size, config.head_dim)
     num_bytes = int(np.prod(shape)) * dtype.itemsize
 
     def lazily_zeroed() -> Tensor:
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
         return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
 
     return [(lazily_zeroed(), lazily_zeroed()) for _ in range(len(shard.layers))]
@@ -38,12 +46,18 @@ def bytes_per_token(config: ModelConfig, dtype: torch.dtype, shard: Shard | None
 
 
 def plan_capacity(
-    config: ModelConfig, engine: EngineConfig, dtype: torch.dtype, shards: Sequence[Shard] = (), on_host: int = 1
+    config: ModelConfig,
+    engine: EngineConfig,
+    dtype: torch.dtype,
+    shards: Sequence[Shard] = (),
+    on_host: int = 1,
+    budget: int | None = None,
 ) -> tuple[int, int]:
     """Decide (num_blocks, max_model_len) as far as this rank can: the group has the least of all ranks'.
 
-    Without a setting the pool takes a quarter of the memory that is free, or less where `max_num_seqs` sequences of
-    full length need less; `on_host` ranks share it. `shards` are the group's, this rank's first.
+    Without a setting the pool takes `budget` bytes, which a GPU knows, or else a quarter of the memory that is free, or
+    less where `max_num_seqs` sequences of full length need less; `on_host` ranks share it. `shards` are the group's,
+    this rank's first.
     Raises `ConfigError` where the settings contradict each other or the model.
     """
     shards = shards or (whole_model(config),)
@@ -60,7 +74,8 @@ def plan_capacity(
         if engine.kv_cache_memory:  # of the whole group
             memory, holders = engine.kv_cache_memory, shards
         else:
-            memory, holders = int(_available_memory() * _SHARE_OF_FREE_MEMORY) // on_host, shards[:1]
+            free_share = int(_available_memory() * _SHARE_OF_FREE_MEMORY) // on_host
+            memory, holders = free_share if budget is None else budget, shards[:1]
         block_bytes = sum(bytes_per_token(config, dtype, shard) for shard in holders) * engine.block_size
         num_blocks = min(memory // block_bytes, useful)
         if num_blocks == 0:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..kernels import ops
 from ..scheduler.plan import NewSequence, SampledToken, StepPlan, StepResult
 from ..scheduler.request import SamplingParams
+from .cuda import DecodeGraphs
 from .models.decoder import Decoder
 from .parallel import RankGroup
 from .sampler import MatcherFactory, Sampler, TokenMatcher
@@ -56,6 +57,8 @@ class ModelRunner:
         make_matcher: MatcherFactory | None = None,
         group: RankGroup | None = None,
     ):
+        self.device = kv_caches[0][0].device
+        self.graphs: DecodeGraphs | None = None  # a worker on a GPU sets them
         self.model = model
         self.kv_caches = kv_caches
         self.block_size = block_size
@@ -78,11 +81,10 @@ class ModelRunner:
         if not plan.scheduled:
             return nothing
         inputs = self._prepare(plan)
-        if shard.first_stage or group is None:
-            hidden = self.model.embed(inputs.token_ids)
+        if self.graphs is not None and self.graphs.holds(inputs.attention):
+            hidden = self.graphs.run(inputs.token_ids, inputs.positions, inputs.attention)
         else:
-            hidden = group.receive_hidden(plan.step_id, len(inputs.positions))
-        hidden = self.model.forward(hidden, inputs.positions, self.kv_caches, inputs.attention)
+            hidden = self._forward(plan, inputs)
         if group is not None and not shard.last_stage:
             group.send_hidden(plan.step_id, hidden)
             return None
@@ -96,6 +98,16 @@ class ModelRunner:
             logits = whole
         tokens, logprobs = self.sampler.sample(logits, [self.states[s] for s in sampled])
         return StepResult(plan.step_id, tuple(map(SampledToken, sampled, tokens, logprobs)))
+
+    def _forward(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
+        if self.model.shard.first_stage or self.group is None:
+            hidden = self.model.embed(inputs.token_ids)
+        else:
+            hidden = self.group.receive_hidden(plan.step_id, len(inputs.positions))
+        return self.model.forward(hidden, inputs.positions, self.kv_caches, inputs.attention)
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
 
     def _apply(self, plan: StepPlan) -> None:
         for seq_id in plan.released:
@@ -132,15 +144,15 @@ class ModelRunner:
         slots += positions % self.block_size
         sample_rows = query_start[1:][[s.sample for s in shares]] - 1
         return StepInputs(
-            token_ids=torch.from_numpy(token_ids),
-            positions=torch.from_numpy(positions),
+            token_ids=self._tensor(token_ids),
+            positions=self._tensor(positions),
             attention=ops.AttentionMetadata(
-                query_start_loc=torch.from_numpy(query_start.astype(np.int32)),
-                seq_lens=torch.from_numpy(ends.astype(np.int32)),
-                block_tables=torch.from_numpy(block_tables),
-                slot_mapping=torch.from_numpy(slots),
+                query_start_loc=self._tensor(query_start.astype(np.int32)),
+                seq_lens=self._tensor(ends.astype(np.int32)),
+                block_tables=self._tensor(block_tables),
+                slot_mapping=self._tensor(slots),
                 max_query_len=int(lengths.max()),
                 max_seq_len=int(ends.max()),
             ),
-            sample_rows=torch.from_numpy(sample_rows),
+            sample_rows=self._tensor(sample_rows),
         )

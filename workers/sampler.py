@@ -78,7 +78,9 @@ class Sampler:
         if forbidden is not None:
             row[torch.from_numpy(forbidden)] = -torch.inf
         if sampling.logit_bias:
-            row[list(sampling.logit_bias)] += torch.tensor(list(sampling.logit_bias.values()), dtype=row.dtype)
+            row[list(sampling.logit_bias)] += torch.tensor(
+                list(sampling.logit_bias.values()), dtype=row.dtype, device=row.device
+            )
         if len(state.token_ids) - state.num_prompt_tokens < sampling.min_tokens:
             ends = [*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)]
             ends = [t for t in ends if t < len(row)]
@@ -92,7 +94,7 @@ class Sampler:
         if sampling.presence_penalty or sampling.frequency_penalty:
             generated = np.asarray(state.token_ids[state.num_prompt_tokens :], np.int64)
             ids, counts = (torch.from_numpy(a) for a in np.unique(generated, return_counts=True))
-            row[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts.to(row.dtype)
+            row[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts.to(row.device, row.dtype)
 
     def _choose(self, logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
         params = [s.sampling for s in states]

@@ -180,7 +180,7 @@ def test_refusals(args, message):
 
 
 def test_vllm_settings_that_change_nothing_are_taken_with_a_line(caplog):
-    kwargs = {"gpu_memory_utilization": 0.9, "enforce_eager": True, "trust_remote_code": False, "max_num_seqs": 3}
+    kwargs = {"swap_space": 4, "compilation_config": {}, "trust_remote_code": False, "max_num_seqs": 3}
     with caplog.at_level(logging.INFO, logger="pagedray"):
         config = ApplicationConfig.parse(one(engine_kwargs=kwargs))
     assert config.models[0].engine.max_num_seqs == 3

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from ...kernels import ops
+from ...kernels.ops import Weight
 from ..config import ModelConfig
 from ..partition import Shard, whole_model
 from ..rope import cos_sin_table
 from .weights import DecoderWeights, LayerWeights, Linear
+
+_CPU = torch.device("cpu")
 
 
 class Decoder:
@@ -28,6 +31,7 @@ class Decoder:
         max_model_len: int,
         shard: Shard | None = None,
         reduce: ops.Reduce | None = None,
+        device: torch.device = _CPU,
     ):
         self.config = config
         self.shard = shard = shard or whole_model(config)
@@ -35,20 +39,22 @@ class Decoder:
         self.dtype = weights.norm.dtype
         # Rows of a quantized embedding are dequantized when they are looked up: a copy in bf16 would take two to four
         # times the memory, to save microseconds a step.
-        self.embed_tokens = weights.embed_tokens
+        self.embed_tokens = _placed(weights.embed_tokens, self.dtype, device)
+        tied = weights.lm_head is weights.embed_tokens
         layers = []
         while weights.layers:  # one layer's weights and their packed copy at a time
-            layers.append(_pack(weights.layers.pop(0), self.dtype))
+            layers.append(_pack(weights.layers.pop(0), self.dtype, device))
         self.stack = ops.pack_decoder(
             layers,
-            final_norm=weights.norm if shard.last_stage else None,
-            cos_sin=cos_sin_table(config.rope, config.head_dim, max_model_len),
+            final_norm=weights.norm.to(device) if shard.last_stage else None,
+            cos_sin=cos_sin_table(config.rope, config.head_dim, max_model_len).to(device),
             num_heads=len(shard.heads),
             num_kv_heads=len(shard.kv_heads),
             head_dim=config.head_dim,
             eps=config.rms_norm_eps,
         )
-        self.lm_head = ops.pack_linear(weights.lm_head, None, self.dtype) if shard.last_stage else None
+        lm_head = self.embed_tokens if tied else _placed(weights.lm_head, self.dtype, device)
+        self.lm_head = ops.pack_linear(lm_head, None, self.dtype) if shard.last_stage else None
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids int64 [num_tokens] -> [num_tokens, hidden]; each rank looks up the rows of its vocabulary."""
@@ -75,15 +81,26 @@ class Decoder:
         return ops.linear(hidden, self.lm_head, torch.float32)
 
 
-def _pack(weights: LayerWeights, dtype: torch.dtype) -> ops.DecoderLayer:
+def _placed(weight: Weight, dtype: torch.dtype, device: torch.device) -> Weight:
+    """On a CPU as it is; on a GPU dense, for the kernels there do not read a checkpoint's quantized formats yet."""
+    if device.type == "cpu":
+        return weight
+    return (weight if isinstance(weight, Tensor) else weight.dequantize(dtype)).to(device)
+
+
+def _pack(weights: LayerWeights, dtype: torch.dtype, device: torch.device) -> ops.DecoderLayer:
     def pack(linear: Linear) -> ops.PackedLinear:
-        return ops.pack_linear(linear.weight, linear.bias, dtype)
+        weight = linear.weight
+        placed = (
+            [_placed(w, dtype, device) for w in weight] if isinstance(weight, list) else _placed(weight, dtype, device)
+        )
+        return ops.pack_linear(placed, None if linear.bias is None else linear.bias.to(device), dtype)
 
     return ops.DecoderLayer(
-        input_norm=weights.input_norm,
+        input_norm=weights.input_norm.to(device),
         qkv=pack(weights.qkv),
         o=pack(weights.o),
-        post_attention_norm=weights.post_attention_norm,
+        post_attention_norm=weights.post_attention_norm.to(device),
         gate_up=pack(weights.gate_up),
         down=pack(weights.down),
     )
