@@ -2,7 +2,7 @@
 
 One table per device type says which implementation an operation has: `reference` has all of them, and a backend
 replaces what it does better. PAGEDRAY_KERNELS=reference forces the oracle; `scalar`, `avx2`, `avx512` or `amx` force a
-CPU tier.
+CPU tier; `triton` runs the GPU's kernels on CPU tensors, in Triton's interpreter.
 T is the number of tokens in a step, B of sequences; tensors of an operation share one device and, where nothing else is
 said, one dtype, fp32 or bf16. A native kernel that is handed something else raises ValueError and says what was wrong.
 """
@@ -69,6 +69,8 @@ def _make_table(device_type: str) -> Table:
     choice = os.environ.get("PAGEDRAY_KERNELS", "")
     if choice == "reference":
         logger.info("%s kernels: PyTorch reference (PAGEDRAY_KERNELS=reference)", device_type)
+    elif device_type == "cuda" or choice == "triton":
+        table.update(_triton_operations(device_type))
     elif device_type == "cpu":
         from .cpu import launch, library
 
@@ -79,6 +81,22 @@ def _make_table(device_type: str) -> Table:
     else:
         logger.info("%s kernels: PyTorch reference", device_type)
     return table
+
+
+def _triton_operations(device_type: str) -> Table:
+    try:
+        import triton
+    except ImportError:
+        logger.warning(
+            "%s kernels: PyTorch reference, for triton is not installed: pip install pagedray[gpu]", device_type
+        )
+        return {}
+    if device_type != "cuda" and not triton.knobs.runtime.interpret:
+        raise RuntimeError("PAGEDRAY_KERNELS=triton on a CPU needs TRITON_INTERPRET=1 from the process's start")
+    from .gpu import launch
+
+    logger.info("%s kernels: Triton %s", device_type, triton.__version__)
+    return launch.operations()
 
 
 def pack_linear(

@@ -166,7 +166,20 @@ def rotary_and_cache(
     v_cache[block_ids, :, offsets] = v[cached]
 
 
-def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> Tensor:
+    """As `ops.paged_attention`. The options are the GPU kernels', which say what they mean."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_kv_heads, block_size, head_dim = k_cache.shape[1:]
     group = q.shape[1] // num_kv_heads
@@ -181,17 +194,28 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: Atten
             tokens = cache[blocks].transpose(1, 2).reshape(-1, num_kv_heads, head_dim)[:seq_len]
             return tokens.float().repeat_interleave(group, dim=1)  # [seq_len, num_heads, head_dim]
 
-        scores = torch.einsum("qhd,khd->hqk", q[begin:end].float(), gathered(k_cache)) * scale
+        scores = torch.einsum("qhd,khd->hqk", q[begin:end].float(), gathered(k_cache)) * (scale * k_scale)
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
         query_positions = torch.arange(seq_len - (end - begin), seq_len, device=q.device)
-        visible = torch.arange(seq_len, device=q.device) <= query_positions.unsqueeze(1)
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
-        out[begin:end] = torch.einsum("hqk,khd->qhd", weights, gathered(v_cache)).to(q.dtype)
+        behind = query_positions.unsqueeze(1) - torch.arange(seq_len, device=q.device)
+        visible = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if sinks is not None:  # a key that takes weight and has no value
+            scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, end - begin, 1)], dim=-1)
+        weights = scores.softmax(-1)[..., :seq_len]
+        out[begin:end] = (torch.einsum("hqk,khd->qhd", weights, gathered(v_cache)) * v_scale).to(q.dtype)
     return out
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
     gate, up = x.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(x.dtype)
+
+
+def gelu_and_mul(x: Tensor) -> Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    return (F.gelu(gate, approximate="tanh") * up).to(x.dtype)
 
 
 def pack_decoder(
@@ -285,3 +309,20 @@ def log_probs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor
     chosen = all_log_probs.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
     top_values, top_ids = all_log_probs.topk(k, dim=-1)
     return chosen, top_values, top_ids
+
+
+def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """Router logits [T, E] -> weights fp32 [T, top_k], falling, and experts int32 [T, top_k]; of equals the lowest."""
+    order = logits.float().softmax(-1).sort(dim=-1, descending=True, stable=True)
+    weights, ids = order.values[:, :top_k], order.indices[:, :top_k]
+    return weights / weights.sum(-1, keepdim=True) if renormalize else weights, ids.int()
+
+
+def experts(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """x [T, H], w13 [E, 2 I, H] (gate, up), w2 [E, H, I], weights and ids of `route` -> [T, H]."""
+    out = torch.zeros(x.shape, device=x.device)
+    for token, (token_weights, token_experts) in enumerate(zip(weights, ids.tolist(), strict=True)):
+        for weight, expert in zip(token_weights, token_experts, strict=True):
+            hidden = silu_and_mul(F.linear(x[token : token + 1], w13[expert]))
+            out[token] += weight * F.linear(hidden.float(), w2[expert].float())[0]
+    return out.to(x.dtype)

@@ -1,0 +1,90 @@
+"""The door gives the Triton kernels where they are asked for, and a whole model runs through them."""
+
+import pytest
+import torch
+
+from pagedray.kernels import ops
+from pagedray.kernels.gpu import launch, linear, sampling
+from pagedray.scheduler.request import Request, SamplingParams
+from pagedray.workers.checkpoint.load import open_checkpoint
+from pagedray.workers.config import EngineConfig
+from pagedray.workers.engine import Engine
+
+
+@pytest.fixture
+def triton_kernels(monkeypatch):
+    """PAGEDRAY_KERNELS=triton, whatever the door has opened on before."""
+    monkeypatch.setattr(ops, "_tables", {})
+    monkeypatch.setenv("PAGEDRAY_KERNELS", "triton")
+
+
+def generate(model, prompts, max_tokens, **settings):
+    engine = Engine(EngineConfig.from_kwargs(model=str(model), dtype="float32", cpu_threads=1, **settings))
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, seed=0)
+    outputs = {}
+    for i, prompt in enumerate(prompts):
+        engine.add_request(Request(str(i), tuple(prompt), params))
+        outputs[str(i)] = []
+    while engine.has_unfinished():
+        for output in engine.step():
+            outputs[output.request_id] += output.token_ids
+    return list(outputs.values())
+
+
+def test_the_door_opens_on_triton(triton_kernels):
+    logits = torch.tensor([[1.0, 3.0, 3.0]])
+    assert ops.greedy(logits).tolist() == [1]
+    assert ops._tables["cpu"]["greedy"] is sampling.greedy
+
+
+def test_without_the_interpreter_a_cpu_is_refused(triton_kernels, monkeypatch):
+    import triton
+
+    monkeypatch.setattr(triton.knobs, "propagate_env", False)  # or putting it back would tell other processes
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
+        ops.greedy(torch.zeros(1, 3))
+
+
+def test_batch_invariance_is_a_setting(monkeypatch):
+    asked = []
+    monkeypatch.setattr(linear, "linear", lambda *args, batch_invariant: asked.append(batch_invariant))
+    for value in ("1", "0", ""):
+        monkeypatch.setenv("PAGEDRAY_BATCH_INVARIANT", value)
+        launch.operations()["linear"](None, None)
+    assert asked == [True, False, False]
+
+
+@pytest.mark.parametrize("invariant", ["0", "1"])
+def test_a_tiny_model_equals_transformers(triton_kernels, monkeypatch, tiny_llama, tmp_path, invariant):
+    """Prompts of different lengths in chunks of 8: steps of prefill, of decode and of both."""
+    monkeypatch.setenv("PAGEDRAY_BATCH_INVARIANT", invariant)
+    model = tiny_llama()
+    model.save_pretrained(tmp_path)
+    prompts = [[3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37], [41, 43], [47]]
+    outputs = generate(tmp_path, prompts, 5, num_kv_blocks=32, max_model_len=64, max_num_batched_tokens=8)
+    assert outputs == [of_transformers(model, p, 5) for p in prompts]
+
+
+@pytest.mark.slow
+def test_smollm2_equals_transformers(triton_kernels, demo_model, transformers_config):
+    from transformers import LlamaForCausalLM
+
+    from pagedray.cluster.text.tokenizer import Tokenizer
+
+    checkpoint = open_checkpoint(str(demo_model))
+    model = LlamaForCausalLM(transformers_config(checkpoint.config)).eval()
+    model.load_state_dict({n: checkpoint.read(n).float() for n in checkpoint.names()}, strict=False)
+    model.tie_weights()
+    tokenizer = Tokenizer.load(str(demo_model))
+    prompts = [tokenizer.encode(text) for text in ("The capital of France is", "1 2 3 4")]
+    outputs = generate(demo_model, prompts, 5, num_kv_blocks=16, max_model_len=64)
+    assert outputs == [of_transformers(model, p, 5) for p in prompts]
+
+
+def of_transformers(model, prompt, length):
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(length):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
