@@ -33,15 +33,23 @@ def columns(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 @pytest.mark.parametrize("ties", [False, True], ids=["", "ties"])
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_draws_what_the_oracle_draws(randn, filters, ties):
-    logits = randn(4, VOCAB) * 3
+    logits = randn(2, VOCAB) * 3
     logits = logits.round() if ties else logits
-    params = columns(4, **filters)
+    params = columns(2, **filters)
     assert torch.equal(sampling.sample(logits, *params), reference.sample(logits, *params))
 
 
-def kept(logits, **filters):
-    """The ids that a row of logits can give: an even grid of draws."""
-    n = 12
+def test_a_vocabulary_of_many_tiles(randn, monkeypatch):
+    """As real ones are: here in tiles of 128 instead of 1024, with ties over their borders."""
+    monkeypatch.setattr(sampling, "_BLOCK", 128)
+    logits = (randn(3, VOCAB) * 3).round()
+    params = [torch.tensor([1.0, 1.0, 0.0]), torch.tensor([300, 0, 0]), torch.tensor([0.99, 0.8, 1.0])]
+    params += [torch.tensor([0.0, 0.01, 0.0]), columns(3)[-1]]
+    assert torch.equal(sampling.sample(logits, *params), reference.sample(logits, *params))
+
+
+def kept(logits, n=6, **filters):
+    """The ids that a row of logits can give: an even grid of n draws."""
     *params, _ = columns(n, **filters)
     grid = (torch.arange(n, dtype=torch.float64) + 0.5) / n
     return sorted(set(sampling.sample(logits.expand(n, -1), *params, grid).tolist()))
@@ -51,7 +59,7 @@ def test_ties_at_a_cut_keep_the_lowest_ids():
     logits = torch.tensor([[1.0, 2.0, 1.0, 0.0, 1.0, 2.0]])
     assert kept(logits, top_k=3) == [0, 1, 5]
     assert kept(logits, top_k=4) == [0, 1, 2, 5]
-    assert kept(torch.zeros(1, 100), top_p=0.08) == list(range(8))
+    assert kept(torch.zeros(1, 100), 8, top_p=0.08) == list(range(8))
     assert kept(torch.tensor([[0.0, -0.0, 0.0, -1.0]]), top_k=2) == [0, 1]  # -0 equals 0
 
 
@@ -70,7 +78,7 @@ def test_banned_tokens_are_never_drawn():
 
 
 def test_rows_of_all_kinds_together(randn):
-    rows = 8
+    rows = 6
     logits, at = randn(rows, VOCAB) * 3, torch.arange(rows)
     params = [
         torch.tensor([0.0, 0.7, 1.9])[at % 3],

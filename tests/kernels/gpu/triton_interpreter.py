@@ -1,8 +1,9 @@
 """Triton's interpreter with honest bfloat16 and fp8; import it before anything that imports triton.
 
 As it comes (3.6 to 3.8) the interpreter computes on the bit patterns of bf16 in `tl.dot`, arithmetic and comparisons,
-truncates fp32 to bf16 and rounds to fp8 wrongly, all without an error. This replaces private functions of Triton, so it
-is for tests alone; test_gpu_interpreter.py fails where a version makes it useless or breaks it.
+truncates fp32 to bf16 and rounds to fp8 wrongly, all without an error. It also prepares Triton's language anew at each
+call of a helper, which is a third of its time; here it does so once a launch. This replaces private functions of Triton,
+so it is for tests alone; test_gpu_interpreter.py fails where a version makes it useless or breaks it.
 """
 
 import os
@@ -37,6 +38,8 @@ _their_convert = interpreter._convert_float
 _their_binary = InterpreterBuilder.binary_op
 _their_unary = InterpreterBuilder.unary_op
 _their_dot = InterpreterBuilder.create_dot
+_their_patch = interpreter._patch_lang
+_patched = set()  # modules, by the launch that runs
 
 
 def _convert_float(raw, source, target, rounding):
@@ -87,7 +90,26 @@ def _create_dot(self, a, b, accumulator, *rest):
     return _their_dot(self, a, b, accumulator, *rest)
 
 
+def _patch_lang(function):
+    modules = {"language" for value in function.__globals__.values() if value is tl}
+    modules |= {"core" for value in function.__globals__.values() if value is tl.core}
+    if modules <= _patched:  # a helper, whose changes nobody takes back: the launch does
+        return None
+    scope = _their_patch(function)
+    if not _patched:
+        restore = scope.restore
+
+        def restore_all():
+            restore()
+            _patched.clear()
+
+        scope.restore = restore_all
+    _patched.update(modules)
+    return scope
+
+
 interpreter._convert_float = _convert_float
+interpreter._patch_lang = _patch_lang
 InterpreterBuilder.binary_op = _binary_op
 InterpreterBuilder.unary_op = _unary_op
 InterpreterBuilder.create_dot = _create_dot
