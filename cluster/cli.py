@@ -43,6 +43,8 @@ _ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "--tensor-parallel-weights": (_numbers, "what each rank of a layer takes, such as 2,1 (default: equal shares)"),
     "--pipeline-stage-layers": (_numbers, "layers of each stage, such as 16,14 (default: balanced by measured time)"),
     "--seed": (int, "of requests that bring none, offline"),
+    "--device": (str, "auto, cuda (Ray gives each rank a GPU) or cpu"),
+    "--gpu-memory-utilization": (float, "share of a GPU that weights, activations and KV may take"),
     "--cpu-threads": (int, "of a rank"),
     "--kv-transfer-config": (_json, "sharing KV between worker groups, such as '{\"kv_connector\": null}' for none"),
     "--tokenizer": (str, "where it is not the model's own"),
@@ -240,6 +242,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser, leave_out: str = "") -> N
         default=None,
         help="share the KV of equal beginnings; on unless turned off",
     )
+    group.add_argument("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")
 
 
 def _add_endpoint_flags(parser: argparse.ArgumentParser, flag: str) -> None:
@@ -258,7 +261,7 @@ def _add_load_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _engine_kwargs(args: argparse.Namespace, leave_out: str = "") -> dict[str, Any]:
-    names = [*(f.removeprefix("--").replace("-", "_") for f in _ENGINE_FLAGS), "enable_prefix_caching"]
+    names = [*(f.removeprefix("--").replace("-", "_") for f in _ENGINE_FLAGS), "enable_prefix_caching", "enforce_eager"]
     return {n: v for n in names if n != leave_out and (v := getattr(args, n)) is not None}
 
 

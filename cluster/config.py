@@ -299,7 +299,7 @@ _VLLM: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "swap_space": (None, "blocks are not swapped; a preempted sequence is computed again"),
     "cpu_offload_gb": ((0,), "weights are not offloaded"),
     "compilation_config": (None, "models are not compiled"),
-    "max_seq_len_to_capture": (None, "there are no CUDA graphs"),
+    "max_seq_len_to_capture": (None, "the CUDA graphs of decode hold for any length"),
     "disable_custom_all_reduce": (None, "ranks of one host reduce through shared memory, others through gloo"),
     "distributed_executor_backend": (("ray", "mp", "uni"), "Ray places the worker groups"),
     "data_parallel_size": ((1,), "deployment_config.num_replicas says how many copies run"),
@@ -314,7 +314,6 @@ _VLLM: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "preemption_mode": (("recompute",), "a preempted sequence is computed again"),
     "kv_cache_dtype": (("auto",), "KV is kept in the model's dtype"),
     "load_format": (("auto", "safetensors", "gguf"), "the format is read from the files"),
-    "device": (("auto", "cpu"), "this version computes on CPUs"),
     "task": (("auto", "generate"), "models generate"),
     "runner": (("auto", "generate"), "models generate"),
     "enable_lora": ((False,), "adapters are not supported yet"),
@@ -391,12 +390,13 @@ def _model(section: _LLMConfig, path: str) -> ModelDeployment:
     engine = EngineConfig.from_kwargs(f"{path}.engine_kwargs", **{**kwargs, "model": source})
 
     deployment = _options(section.deployment_config, f"{path}.deployment_config")
-    deployment |= _placement(section, deployment.pop("ray_actor_options", {}), engine.world_size, path)
+    deployment |= _placement(section, deployment.pop("ray_actor_options", {}), engine, path)
     return ModelDeployment(loading.model_id, engine, deployment, **reading)
 
 
-def _placement(section: _LLMConfig, actor: dict[str, Any], size: int, path: str) -> dict[str, Any]:
-    """Where a group of `size` ranks goes. They hold the resources, a bundle each, not the replica that watches them."""
+def _placement(section: _LLMConfig, actor: dict[str, Any], engine: EngineConfig, path: str) -> dict[str, Any]:
+    """Where a group's ranks go. They hold the resources, a bundle each, not the replica that watches them."""
+    size = engine.world_size
     bundles = _bundles(section.placement_group_config, size, f"{path}.placement_group_config")
     strategy = (section.placement_group_config or {}).get("strategy")
     names = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
@@ -406,10 +406,15 @@ def _placement(section: _LLMConfig, actor: dict[str, Any], size: int, path: str)
         said[f"accelerator_type:{kind}"] = 0.001  # Ray's way to ask for a node that has one
     if twice := sorted({key for bundle in bundles for key in bundle} & said.keys()):
         raise ConfigError(f"{path}.placement_group_config and ray_actor_options both say {twice[0]}: keep one")
+    asks_for_gpus = any(bundle.get("GPU") for bundle in [said, *bundles])
+    if engine.device == "cuda" and not asks_for_gpus:  # Ray hides GPUs from who asks for none
+        said["GPU"] = 1
+    elif asks_for_gpus and engine.device == "cpu":
+        logger.warning("%s asks for GPUs, which nobody uses: engine_kwargs.device is cpu", path)
+    elif kind and not asks_for_gpus:
+        logger.warning("%s.accelerator_type finds nodes and takes no GPU of them: engine_kwargs.device: cuda does", path)
     if said and not bundles:
         bundles = [{} for _ in range(size)]
-    if kind or any(bundle.get("GPU") for bundle in [said, *bundles]):
-        logger.warning("%s asks for a GPU: it is reserved, and this version computes on CPUs", path)
     options: dict[str, Any] = {}
     if bundles:
         options["placement_group_bundles"] = [{"CPU": 1} | bundle | said for bundle in bundles]

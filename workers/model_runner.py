@@ -107,7 +107,10 @@ class ModelRunner:
         return self.model.forward(hidden, inputs.positions, self.kv_caches, inputs.attention)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        tensor = torch.from_numpy(array)
+        if self.device.type == "cuda":  # else the copy waits for the host to stage it
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
 
     def _apply(self, plan: StepPlan) -> None:
         for seq_id in plan.released:

@@ -205,6 +205,21 @@ def test_the_ranks_hold_the_resources_and_the_replica_none():
     assert deployment == {"placement_group_bundles": [{"GPU": 1, "CPU": 1}], "placement_group_strategy": "SPREAD"}
 
 
+def test_device_cuda_is_all_a_config_must_say_for_a_gpu(caplog):
+    def model(device, **config):
+        (model,) = ApplicationConfig.parse(one(engine_kwargs={"device": device}, **config)).models
+        return model
+
+    assert model("cuda").engine.device == "cuda"
+    assert model("cuda").deployment == {"placement_group_bundles": [{"CPU": 1, "GPU": 1}]}
+    half = {"placement_group_config": {"bundle_per_worker": {"GPU": 0.5}}}
+    assert model("cuda", **half).deployment == {"placement_group_bundles": [{"CPU": 1, "GPU": 0.5}]}
+    assert model("auto").deployment == model("cpu").deployment == {}
+    assert model("cpu").engine.device == "cpu" and not caplog.records
+    model("cpu", **half)
+    assert "asks for GPUs, which nobody uses" in caplog.text
+
+
 def test_every_rank_has_a_bundle():
     def bundles(**config):
         kwargs = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}

@@ -1,5 +1,7 @@
 """The door gives the Triton kernels where they are asked for, and a whole model runs through them."""
 
+import os
+
 import pytest
 import torch
 
@@ -9,6 +11,8 @@ from pagedray.scheduler.request import Request, SamplingParams
 from pagedray.workers.checkpoint.load import open_checkpoint
 from pagedray.workers.config import EngineConfig
 from pagedray.workers.engine import Engine
+
+long = pytest.mark.skipif(not os.environ.get("PAGEDRAY_LONG_TESTS"), reason="takes minutes: set PAGEDRAY_LONG_TESTS=1")
 
 
 @pytest.fixture
@@ -67,7 +71,12 @@ def test_a_tiny_model_equals_transformers(triton_kernels, monkeypatch, tiny_llam
 
 
 @pytest.mark.slow
-def test_smollm2_equals_transformers(triton_kernels, demo_model, transformers_config):
+@pytest.mark.parametrize(
+    "texts, length",
+    [(["The capital of France is"], 3), pytest.param(["The capital of France is", "1 2 3 4"], 6, marks=long)],
+    ids=["one prompt", "two prompts"],
+)
+def test_smollm2_equals_transformers(triton_kernels, demo_model, transformers_config, texts, length):
     from transformers import LlamaForCausalLM
 
     from pagedray.cluster.text.tokenizer import Tokenizer
@@ -77,9 +86,9 @@ def test_smollm2_equals_transformers(triton_kernels, demo_model, transformers_co
     model.load_state_dict({n: checkpoint.read(n).float() for n in checkpoint.names()}, strict=False)
     model.tie_weights()
     tokenizer = Tokenizer.load(str(demo_model))
-    prompts = [tokenizer.encode(text) for text in ("The capital of France is", "1 2 3 4")]
-    outputs = generate(demo_model, prompts, 5, num_kv_blocks=16, max_model_len=64)
-    assert outputs == [of_transformers(model, p, 5) for p in prompts]
+    prompts = [tokenizer.encode(text) for text in texts]
+    outputs = generate(demo_model, prompts, length, num_kv_blocks=16, max_model_len=64)
+    assert outputs == [of_transformers(model, p, length) for p in prompts]
 
 
 def of_transformers(model, prompt, length):
