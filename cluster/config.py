@@ -412,7 +412,7 @@ def _placement(section: _LLMConfig, actor: dict[str, Any], engine: EngineConfig,
     elif asks_for_gpus and engine.device == "cpu":
         logger.warning("%s asks for GPUs, which nobody uses: engine_kwargs.device is cpu", path)
     elif kind and not asks_for_gpus:
-        logger.warning("%s.accelerator_type finds nodes and takes no GPU of them: engine_kwargs.device: cuda does", path)
+        logger.warning("%s.accelerator_type finds nodes and takes no GPU there: engine_kwargs.device: cuda does", path)
     if said and not bundles:
         bundles = [{} for _ in range(size)]
     options: dict[str, Any] = {}

@@ -152,6 +152,18 @@ def test_the_wheel_has_the_c_sources(wheel):
     assert sources and {f"pagedray/kernels/cpu/src/{p.name}" for p in sources} <= wheel
 
 
+def test_only_kernels_for_gpus_need_triton():
+    """Without it everything can be imported but those, which the door opens where there is a GPU."""
+    gpu = ROOT / "kernels" / "gpu"
+    for path in MODULES:
+        at_the_top = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.Import | ast.ImportFrom)]
+        names = {name for _, _, name in imports(path, "\n".join(map(ast.unparse, at_the_top)))}
+        if path.parent != gpu or path.name == "formats.py":
+            assert not any(name.split(".")[0] == "triton" for name in names), path
+        if path.parent != gpu:
+            assert {n for n in names if n.startswith("pagedray.kernels.gpu")} <= {"pagedray.kernels.gpu.formats"}, path
+
+
 @pytest.mark.parametrize(
     ("module", "kept_out"),
     [
