@@ -111,10 +111,11 @@ def _attention(model: Model, device: torch.device | str) -> Iterator[Workload]:
             q: Tensor = q, k: Tensor = k, v: Tensor = v, sequences: int = sequences, query_len: int = query_len
         ) -> Tensor:
             """Over the same numbers, contiguous instead of paged."""
-            dense_k, dense_v = (c.view(sequences, -1, kv_heads, BLOCK_SIZE, dim) for c in (k, v))
+            dense_k, dense_v = (c.view(sequences, kv_heads, -1, dim) for c in (k, v))
             return F.scaled_dot_product_attention(
                 q.view(sequences, query_len, heads, dim).transpose(1, 2),
-                *(c.reshape(sequences, kv_heads, -1, dim) for c in (dense_k, dense_v)),
+                dense_k,
+                dense_v,
                 is_causal=query_len > 1 and query_len == k.shape[0] * BLOCK_SIZE // sequences,
                 enable_gqa=True,
             )
@@ -138,12 +139,13 @@ def _elementwise(model: Model, device: torch.device | str) -> Iterator[Workload]
             f"silu_and_mul {rows}", partial(elementwise.silu_and_mul, wide), 3 * wide.numel(), 0, "80% of copy"
         )
         fused = _random(rows, sum(split), model.head_dim, device=device)
+        q, k, v = fused.split(split, 1)
         cos_sin = torch.ones(rows, model.head_dim, device=device)
         index = torch.arange(rows, dtype=torch.int64, device=device)
         cache = _random(-(-rows // BLOCK_SIZE), model.kv_heads, BLOCK_SIZE, model.head_dim, device=device)
         yield Workload(
             f"rotary_and_cache {rows}",
-            partial(elementwise.rotary_and_cache, *fused.split(split, 1), index, cos_sin, index, cache, cache),
+            partial(elementwise.rotary_and_cache, q, k, v, index, cos_sin, index, cache, cache),
             2 * 2 * fused.numel() + 4 * cos_sin.numel(),
             0,
         )

@@ -346,7 +346,7 @@ def prefill_kernel(
         if SINKS:
             row_max = tl.load(sinks_ptr + heads, mask=real, other=0.0).to(tl.float32) * LOG2E
             row_sum = tl.full([M], 1.0, tl.float32)
-        table = tables_ptr + sequence.to(tl.int64) * table_stride
+        table = tables_ptr + sequence.to(tl.int64) * table_stride  # type: ignore[attr-defined]
         head_offset = kv_head.to(tl.int64) * (BLOCK_SIZE * HEAD_DIM)
         block_stride = num_kv_heads.to(tl.int64) * (BLOCK_SIZE * HEAD_DIM)
         if not WINDOWED:

@@ -234,7 +234,7 @@ def _sample() -> None:
 def _gemm(rows: int, dtype: torch.dtype, **options: Any) -> None:
     from . import linear
 
-    scales = {}
+    scales: dict[str, Any] = {}
     if dtype.itemsize == 1:
         scales = {"x_scale": _empty(rows, dtype=torch.float32), "w_scale": _empty(4096, dtype=torch.float32)}
     linear.gemm(_empty(rows, 4096, dtype=dtype), _empty(4096, 4096, dtype=dtype), torch.bfloat16, **scales, **options)
