@@ -1,9 +1,12 @@
-"""What a rank does differently on a CUDA GPU: which device, how much KV it can hold, and decode steps as CUDA graphs.
+"""What a rank does differently on a CUDA GPU: which device, how much KV it can hold, decode steps as CUDA graphs, KV
+copied beside what is computed.
 
-Nothing here needs a GPU to be imported; what does is `measure` and `cuda_graph`, and no machine has run those yet.
+Nothing here needs a GPU to be imported; what does is `measure`, `cuda_graph` and `CopyStream`, and no machine has run
+those yet.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,3 +198,24 @@ class DecodeGraphs:
                 lambda: self.forward(self.token_ids[:size], self.positions[:size], metadata)
             )
         return self.captured[size]
+
+
+class CopyStream:
+    """Copies between a GPU and pinned memory of the host, beside the steps. Any thread may use it."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """What is begun within follows the steps begun so far, and has ended when the context has."""
+        self._stream.wait_stream(torch.cuda.default_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
+
+    def host_bytes(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def to_device(self, values: Tensor) -> Tensor:
+        return values.contiguous().pin_memory().to(self._device, non_blocking=True)

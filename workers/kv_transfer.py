@@ -10,6 +10,7 @@ import hashlib
 import zlib
 from array import array
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from ..scheduler.errors import KVTransferError
 from .config import EngineConfig, ModelConfig
+from .cuda import CopyStream
 from .kv_piece import KVPiece, common
 from .partition import Range, Shard, whole_model
 
@@ -31,6 +33,8 @@ def fingerprint(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) ->
 class KVPort:
     """A rank's KV tensors, for other ranks. Any thread may use it beside the one that computes: nobody writes blocks
     that are being packed, nobody reads those that are being unpacked. Whoever asks for either sees to that.
+
+    Of a GPU's tensors the copies run beside its steps, through pinned memory; both calls return when theirs have ended.
     """
 
     def __init__(
@@ -39,25 +43,38 @@ class KVPort:
         fingerprint: str,
         config: ModelConfig,
         shard: Shard | None = None,
+        copies: CopyStream | None = None,
     ):
-        """`caches`: K and V of each of the rank's layers, `[num_blocks, num_kv_heads, block_size, head_dim]`."""
+        """`caches`: K and V of each of the rank's layers, `[num_blocks, num_kv_heads, block_size, head_dim]`; those of
+        a GPU have a `CopyStream`.
+        """
         self.caches = caches
         self.fingerprint = fingerprint
         self.shard = shard or whole_model(config)
+        self._device = caches[0][0].device
+        self._copies = copies
+        if copies is None and self._device.type == "cuda":
+            self._copies = CopyStream(self._device)
 
     def pack(self, block_ids: Sequence[int]) -> tuple[KVPiece, np.ndarray]:
         """This rank's part of some blocks, as bytes in the wire layout."""
         first = self.caches[0][0]
         _, num_heads, block_size, head_dim = first.shape
-        ids = torch.tensor(block_ids)
+        ids = torch.tensor(block_ids, device=self._device)
         shape = (len(self.caches), 2, num_heads, len(block_ids), block_size, head_dim)
-        data = np.empty(int(np.prod(shape)) * first.element_size(), np.uint8)
-        units = torch.from_numpy(data).view(first.dtype).view(shape)
+        num_bytes, copies = int(np.prod(shape)) * first.element_size(), self._copies
+        host = copies.host_bytes(num_bytes) if copies else torch.empty(num_bytes, dtype=torch.uint8)
+        units = host.view(first.dtype).view(shape)
         crcs = array("I")
-        for layer, pair in zip(units, self.caches, strict=True):
-            for unit, cache in zip(layer, pair, strict=True):
-                unit.copy_(cache.index_select(0, ids).transpose(0, 1))
-                crcs.extend(_crc(head) for head in unit)  # while it is in the core's cache
+        with copies() if copies else nullcontext():
+            for layer, pair in zip(units, self.caches, strict=True):
+                for unit, cache in zip(layer, pair, strict=True):
+                    unit.copy_(cache.index_select(0, ids).transpose(0, 1), non_blocking=True)
+                    if not copies:
+                        crcs.extend(_crc(head) for head in unit)  # while it is in the core's cache
+        if copies:  # the bytes are there only now
+            crcs.extend(_crc(head) for layer in units for kv in layer for head in kv)
+        data = host.numpy()
         layers, heads = self.shard.layers, self.shard.kv_heads
         piece = KVPiece(
             self.fingerprint,
@@ -80,7 +97,7 @@ class KVPort:
         """
         shard = self.shard
         missing = {(layer, head) for layer in _numbers(shard.layers) for head in _numbers(shard.kv_heads)}
-        ids = torch.tensor(block_ids)
+        ids = torch.tensor(block_ids, device=self._device)
         for piece, data in pieces:
             units, crcs = self._open(piece, data, first, len(block_ids))
             heads = common(piece.kv_heads, shard.kv_heads)
@@ -94,9 +111,11 @@ class KVPort:
                 expected = crcs[layer - piece.layers[0], :, low:high].reshape(-1).tolist()
                 if [_crc(head) for kv in source for head in kv] != expected:
                     raise KVTransferError(f"KV of layer {layer} is damaged: its checksum is another")
-                for kv, cache in zip(source, self.caches[layer - shard.layers.start], strict=True):
-                    target = cache[:, wanted[0] - shard.kv_heads.start : wanted[-1] + 1 - shard.kv_heads.start]
-                    target.index_copy_(0, ids, kv[:, first : first + len(block_ids)].transpose(0, 1))
+                with self._copies() if self._copies else nullcontext():
+                    for kv, cache in zip(source, self.caches[layer - shard.layers.start], strict=True):
+                        target = cache[:, wanted[0] - shard.kv_heads.start : wanted[-1] + 1 - shard.kv_heads.start]
+                        values = kv[:, first : first + len(block_ids)].transpose(0, 1)
+                        target.index_copy_(0, ids, self._copies.to_device(values) if self._copies else values)
                 missing.difference_update((layer, head) for head in wanted)
         if missing:
             layer, head = min(missing)

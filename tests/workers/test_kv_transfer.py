@@ -1,6 +1,7 @@
 """KV blocks between ranks: whatever the splits, what one packs the other unpacks; what is wrong is refused."""
 
 import itertools
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedray.scheduler.errors import KVTransferError
-from pagedray.workers import kv_cache
+from pagedray.workers import kv_cache, kv_transfer
 from pagedray.workers.config import EngineConfig, ModelConfig
 from pagedray.workers.kv_transfer import KVPort, fingerprint
 from pagedray.workers.partition import partition
@@ -98,6 +99,43 @@ def test_what_any_split_packs_any_other_unpacks(source, target, dtype, blocks, p
     after = whole(takers, list(range(9)))
     assert torch.equal(after[:, :, places[:count]], whole(givers, blocks[first : first + count]))
     assert torch.equal(after[:, :, places[count:]], before[:, :, places[count:]])  # and nothing else was touched
+
+
+class LateCopies:
+    """A GPU's copies on a CPU: what comes to the host is there when the context has ended, and not before."""
+
+    def __init__(self):
+        self.under_way = False
+        self.moved = 0
+
+    @contextmanager
+    def __call__(self):
+        self.under_way = True
+        yield
+        self.under_way = False
+
+    def host_bytes(self, num_bytes):
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def to_device(self, values):
+        assert self.under_way
+        self.moved += 1
+        return values.clone()
+
+
+def test_a_gpus_copies_have_ended_before_their_bytes_are_read(monkeypatch):
+    (giver,), (taker,) = ports((1, 1), torch.bfloat16), ports((1, 1), torch.bfloat16)
+    fill([giver], seed=1)
+    expected = giver.pack([7, 2, 5])
+    late = LateCopies()
+    giver, taker = (KVPort(port.caches, port.fingerprint, MODEL, copies=late) for port in (giver, taker))
+    crc = kv_transfer._crc
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_transfer, "_crc", lambda unit: 0 if late.under_way else crc(unit))
+        piece, data = giver.pack([7, 2, 5])
+    assert (piece, data.tobytes()) == (expected[0], expected[1].tobytes())
+    taker.unpack([read_only((piece, data))], 1, [0, 8])
+    assert torch.equal(whole([taker], [0, 8]), whole([giver], [2, 5])) and late.moved == 2 * 5
 
 
 def test_damage_anywhere_is_noticed():
