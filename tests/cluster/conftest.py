@@ -1,4 +1,7 @@
-"""`server`: a real one for all tests of a session, and `start_server` for those that want their own."""
+"""`server`: a real one for all tests of a module, and `start_server` for those that want their own.
+
+Not for the session: each is a Ray cluster, which takes a tenth of a core when nobody asks it anything.
+"""
 
 import signal
 import subprocess
@@ -11,7 +14,7 @@ from real_server import Server, isolated_env
 from pagedray.cluster.local_server import free_port
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def start_server(tmp_path_factory):
     """A function that serves a model or config with these flags, and gives a `Server` once it answers."""
     running = []
@@ -42,6 +45,6 @@ def start_server(tmp_path_factory):
         server.process.wait(timeout=60)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(start_server, demo_model):
     return start_server(str(demo_model), "--served-model-name", "demo", "--max-model-len", "2048")
