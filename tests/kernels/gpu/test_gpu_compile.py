@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import triton
 
 pytestmark = pytest.mark.slow  # seconds a kernel
 long = pytest.mark.skipif(not os.environ.get("PAGEDRAY_LONG_TESTS"), reason="takes minutes: set PAGEDRAY_LONG_TESTS=1")
@@ -41,6 +42,7 @@ def test_attention_and_int4_for_hopper(compiler):
 
 
 @long
+@pytest.mark.skipif(not triton.__version__.startswith("3.8."), reason="3.7.1 breaks three rules: docs/kernels.md")
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("arch", ["80", "90", "100"])
 def test_everything(compiler, arch):
