@@ -1,5 +1,6 @@
 """The hosts that tests of several nodes stand on: they are apart, can be cut and lost, and leave nothing."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -182,6 +183,7 @@ WATCHFUL = {
 }
 
 
+@pytest.mark.skipif(not os.environ.get("PAGEDRAY_LONG_TESTS"), reason="test_two_hosts.py does the same and more")
 @pytest.mark.serve
 def test_ray_over_two_hosts(start_hosts):
     with start_hosts(2) as network:

@@ -52,12 +52,12 @@ SCRIPT = """
             "sockets": sockets(),
         }
 
-    def wait_for(before, what):
+    def wait_for_end(before):
         # what is more than before; idle workers of Ray's own come and go
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 90
         while left := {k: list(more) for k, now in state().items() if (more := Counter(now) - Counter(before[k]))}:
             if time.monotonic() > deadline:
-                sys.exit(f"after {what} there is left: {json.dumps(left)}")
+                sys.exit(f"there is left: {json.dumps(left)}")
             time.sleep(0.2)
 
     def deploy(**engine):
@@ -74,7 +74,6 @@ SCRIPT = """
         deploy(tensor_parallel_size=2)
         assert len(processes(("ray::Rank", "ray::Leader"))) == 2
         serve.delete("app")
-    wait_for(before, "deploying and deleting")
 
     try:
         deploy(tensor_parallel_size=2, kv_cache_memory=1)
@@ -82,13 +81,12 @@ SCRIPT = """
     except RuntimeError:
         assert "kv_cache_memory holds no block" in str(serve.status())
     serve.delete("app")
-    wait_for(before, "a start that failed")
 
     deploy(tensor_parallel_size=2, pipeline_parallel_size=2)
     (leader,) = processes("ray::Leader")
     os.kill(leader, signal.SIGKILL)
     serve.delete("app")
-    wait_for(before, "the leader's death")
+    wait_for_end(before)  # once: the global scheduler goes half a minute after its application
     ray.shutdown()
     print("nothing is left")
 """
