@@ -368,6 +368,7 @@ def _why(messages: dict[str, str]) -> str:
     lines = []
     for name, message in messages.items():
         errors = re.findall(r"^[ \t]*((?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Exit)\b.*)$", message, re.MULTILINE)
+        errors = [e for e in errors if not e.endswith("Traceback (most recent call last):")]  # it only begins another
         lines.append(f"{name}: {(errors or [_one_line(message)])[-1].strip()}")
     return "; ".join(lines)
 

@@ -409,3 +409,9 @@ def test_a_cluster_that_dies_ends_the_server(server):
 
 def cmdline(pid):
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+
+
+def test_why_a_deployment_failed_is_its_error_and_not_where_a_traceback_begins():
+    message = "tried twice:\nValueError: no such thing\n\nRuntimeError: Traceback (most recent call last):\n  cut off"
+    assert local_server._why({"Group": message}) == "Group: ValueError: no such thing"
+    assert "cut off" in local_server._why({"Group": "RuntimeError: Traceback (most recent call last):\n  cut off"})
