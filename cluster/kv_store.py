@@ -19,7 +19,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ..scheduler.prefix_index import BlockEvents, pack, unpack
+from ..scheduler.prefix_index import pack, unpack
 from ..scheduler.run_store import Run, RunStore
 from . import global_scheduler
 from .global_scheduler import CALL_TIMEOUT, FORGOTTEN_SECONDS, NAMESPACE, StoreReport, StoreStats
@@ -80,7 +80,6 @@ class KVStore:
         self.num_leases = 0
         self.num_reads = self.num_published = self.num_refused = self.num_failed = 0
         self._news = asyncio.Event()
-        self._num_batches = 0
         self._reporter = asyncio.get_running_loop().create_task(self._report_for_ever())
 
     # -- what leaders on this node call -------------------------------------------------------------------------------
@@ -186,7 +185,9 @@ class KVStore:
                 except TimeoutError:
                     pass
             self._news.clear()
-            report = StoreReport(self.node_id, self._events(snapshot), await self.stats())
+            log = self.runs.log
+            events = log.snapshot(self.runs.hashes()) if snapshot else log.take_events()
+            report = StoreReport(self.node_id, events, await self.stats())
             try:
                 known: bool = await asyncio.wait_for(self.scheduler.report_store.remote(report), CALL_TIMEOUT)
                 snapshot, last_heard = not known, time.monotonic()
@@ -199,16 +200,6 @@ class KVStore:
                 snapshot = True
                 await asyncio.sleep(_REPORT_SECONDS)
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)  # its application is gone
-
-    def _events(self, snapshot: bool) -> BlockEvents | None:
-        if snapshot:
-            self._num_batches += 1
-            return BlockEvents(self._num_batches, pack(self.runs.hashes()), snapshot=True)
-        stored, removed = self.runs.take_changes()
-        if not stored and not removed:
-            return None
-        self._num_batches += 1
-        return BlockEvents(self._num_batches, pack(stored), pack(removed))
 
 
 def _name(application: str, node_id: str) -> str:

@@ -6,6 +6,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
+from .prefix_index import BlockLog
+
 BlockHash = bytes  # 128 bits of a chained BLAKE2b: the same in every process and on every machine
 
 
@@ -23,11 +25,17 @@ def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
 
 def hash_prompt(token_ids: Sequence[int], block_size: int, root: BlockHash) -> tuple[BlockHash, ...]:
     """The hashes of all full blocks of a prompt under this root."""
-    hashes, parent = [], root
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
+    hashes: list[BlockHash] = []
+    extend_hashes(hashes, token_ids, block_size, root)
+    return tuple(hashes)
+
+
+def extend_hashes(hashes: list[BlockHash], token_ids: Sequence[int], block_size: int, root: BlockHash) -> None:
+    """Add the hashes of the full blocks that follow those in `hashes`."""
+    parent = hashes[-1] if hashes else root
+    for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
         parent = hash_block(parent, token_ids[start : start + block_size])
         hashes.append(parent)
-    return tuple(hashes)
 
 
 class BlockPool:
@@ -51,7 +59,7 @@ class BlockPool:
         self._cached: dict[BlockHash, int] = {}
         self._parents: dict[BlockHash, BlockHash | None] = {}
         self._children: dict[BlockHash, set[BlockHash]] = {}
-        self._changes: dict[BlockHash, bool] = {}  # stored or removed since the last `take_changes`
+        self.log = BlockLog()  # of what is findable
 
     @property
     def num_free(self) -> int:
@@ -112,7 +120,7 @@ class BlockPool:
         self._hashes[block] = block_hash
         self._cached[block_hash] = block
         self._parents[block_hash] = parent
-        self._changed(block_hash, True)
+        self.log.note(block_hash, True)
 
     def _drop(self, block_hash: BlockHash) -> None:
         """Forget a cached prefix and all that continue it. Their blocks stay where they are."""
@@ -126,22 +134,15 @@ class BlockPool:
                 if not self._children[parent]:
                     del self._children[parent]
             del self._hashes[self._cached.pop(block_hash)]
-            self._changed(block_hash, False)
-
-    def _changed(self, block_hash: BlockHash, stored: bool) -> None:
-        if self._changes.get(block_hash, stored) == stored:
-            self._changes[block_hash] = stored
-        else:
-            del self._changes[block_hash]  # there and gone again, or the other way round: nobody heard of it
+            self.log.note(block_hash, False)
 
     def take_changes(self) -> tuple[list[BlockHash], list[BlockHash]]:
         """The prefixes that became findable since the last call, and those that ceased to be."""
-        changes, self._changes = self._changes, {}
-        return [h for h, stored in changes.items() if stored], [h for h, stored in changes.items() if not stored]
+        return self.log.take()
 
     def cached_hashes(self) -> list[BlockHash]:
         """Everything that is findable; `take_changes` then tells what changes from here on."""
-        self._changes.clear()
+        self.log.take()
         return list(self._cached)
 
     def next_evicted(self, count: int) -> list[BlockHash]:

@@ -6,7 +6,7 @@
     │   └── ModelNotFound            404  no such model here
     ├── InvalidApiKey                401  keys are configured, and this is none of them
     ├── Overloaded                   429  a queue is at its bound; carries Retry-After
-    │   ├── RateLimited              429  the tenant has used what its limits allow; carries what is left
+    │   ├── RateLimited              429  the tenant has used what its limits allow
     │   └── DeadlineUnmeetable       429  the first token cannot come within the asked time: refused early, not late
     ├── EngineDead                   503  the worker group that held the request is gone; safe to retry
     ├── ConfigError                  500  a setting is wrong; raised at start, names key, value and what would be right

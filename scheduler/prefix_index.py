@@ -11,6 +11,7 @@ has ended, whatever became of it.
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 DIGEST_SIZE = 16  # bytes of a block hash
 
@@ -34,6 +35,38 @@ def pack(hashes: Iterable[bytes]) -> bytes:
 
 def unpack(packed: bytes) -> list[bytes]:
     return [packed[i : i + DIGEST_SIZE] for i in range(0, len(packed), DIGEST_SIZE)]
+
+
+class BlockLog:
+    """A holder's side: what came to it and what went since it last told, and the numbers of its batches."""
+
+    def __init__(self) -> None:
+        self._changes: dict[Any, bool] = {}  # block → it came, or it went
+        self._number = 0
+
+    def note(self, block: Any, stored: bool) -> None:
+        if self._changes.get(block, stored) == stored:
+            self._changes[block] = stored
+        else:
+            del self._changes[block]  # there and gone again, or the other way round: nobody heard of it
+
+    def take(self) -> tuple[list[Any], list[Any]]:
+        """The blocks that came since the last call, and those that went."""
+        changes, self._changes = self._changes, {}
+        return [b for b, stored in changes.items() if stored], [b for b, stored in changes.items() if not stored]
+
+    def take_events(self) -> BlockEvents | None:
+        """The same as the next batch; None where nothing changed."""
+        stored, removed = self.take()
+        if not stored and not removed:
+            return None
+        self._number += 1
+        return BlockEvents(self._number, pack(stored), pack(removed))
+
+    def snapshot(self, blocks: Iterable[bytes]) -> BlockEvents:
+        """The next batch, of everything there is: changes up to it must have been taken."""
+        self._number += 1
+        return BlockEvents(self._number, pack(blocks), snapshot=True)
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .block_pool import BlockHash
+from .prefix_index import BlockLog
 
 HALF_LIFE = 120.0  # seconds after which a use counts half
 
@@ -56,7 +57,7 @@ class RunStore:
         self._runs: dict[int, Run] = {}  # by id()
         self._where: dict[BlockHash, tuple[Run, int]] = {}
         self._reserved: list[Run] = []
-        self._changes: dict[BlockHash, bool] = {}
+        self.log = BlockLog()
 
     # -- coming in ----------------------------------------------------------------------------------------------------
 
@@ -113,7 +114,7 @@ class RunStore:
             run.follows.followers.add(id(run))
         for i, block_hash in enumerate(run.hashes):
             self._where[block_hash] = run, i
-            self._changed(block_hash, True)
+            self.log.note(block_hash, True)
         return True
 
     def cancel(self, run: Run) -> None:
@@ -136,7 +137,7 @@ class RunStore:
             run.follows.followers.discard(id(run))
         for block_hash in run.hashes:
             del self._where[block_hash]
-            self._changed(block_hash, False)
+            self.log.note(block_hash, False)
 
     def drop(self, run: Run) -> list[Run]:
         """A run turned out to be of no use: forget it and all that follows it. Returns them."""
@@ -167,20 +168,13 @@ class RunStore:
 
     # -- telling ------------------------------------------------------------------------------------------------------
 
-    def _changed(self, block_hash: BlockHash, stored: bool) -> None:
-        if self._changes.get(block_hash, stored) == stored:
-            self._changes[block_hash] = stored
-        else:
-            del self._changes[block_hash]
-
     def take_changes(self) -> tuple[list[BlockHash], list[BlockHash]]:
         """Blocks that came since the last call, and those that went."""
-        changes, self._changes = self._changes, {}
-        return [h for h, stored in changes.items() if stored], [h for h, stored in changes.items() if not stored]
+        return self.log.take()
 
     def hashes(self) -> list[BlockHash]:
         """All blocks; `take_changes` then tells what changes from here on."""
-        self._changes.clear()
+        self.log.take()
         return list(self._where)
 
     def __len__(self) -> int:

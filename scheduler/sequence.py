@@ -1,6 +1,6 @@
 """One growing list of tokens and the KV blocks that hold them."""
 
-from .block_pool import BlockHash, hash_block, root_hash
+from .block_pool import BlockHash, extend_hashes, root_hash
 from .request import Request
 
 
@@ -57,8 +57,6 @@ class Sequence:
 
     def extend_hashes(self, block_size: int) -> None:
         """Hash the full blocks that have come about since the last call."""
-        hashes = self.block_hashes
-        parent = hashes[-1] if hashes else root_hash(self.request.model, self.request.cache_salt)
-        for start in range(len(hashes) * block_size, len(self.token_ids) - block_size + 1, block_size):
-            parent = hash_block(parent, self.token_ids[start : start + block_size])
-            hashes.append(parent)
+        if len(self.block_hashes) < len(self.token_ids) // block_size:
+            root = root_hash(self.request.model, self.request.cache_salt)
+            extend_hashes(self.block_hashes, self.token_ids, block_size, root)

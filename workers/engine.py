@@ -11,7 +11,7 @@ from ..scheduler.kv_fetch import KVFetch
 from ..scheduler.kv_publish import Publication, Publisher
 from ..scheduler.placement import GroupCapacity, GroupLoad
 from ..scheduler.plan import StepPlan
-from ..scheduler.prefix_index import BlockEvents, pack
+from ..scheduler.prefix_index import BlockEvents
 from ..scheduler.request import Request, SequenceOutput
 from ..scheduler.step import SchedulerStats, StepScheduler
 from .checkpoint.load import Progress
@@ -62,7 +62,6 @@ class Engine:
 
         self._fitter = CostFitter()
         self._num_received = 0
-        self._num_batches = 0  # of block events
         self._num_decode_steps = 0
 
     def _publisher(self, pool: BlockPool) -> Publisher:
@@ -198,16 +197,12 @@ class Engine:
 
     def take_block_events(self) -> BlockEvents | None:
         """What became cached, and what ceased to be, since the last call; None where nothing did."""
-        stored, removed = self.scheduler.pool.take_changes()
-        if not stored and not removed:
-            return None
-        self._num_batches += 1
-        return BlockEvents(self._num_batches, pack(stored), pack(removed))
+        return self.scheduler.pool.log.take_events()
 
     def block_snapshot(self) -> BlockEvents:
         """Everything that is cached."""
-        self._num_batches += 1
-        return BlockEvents(self._num_batches, pack(self.scheduler.pool.cached_hashes()), snapshot=True)
+        pool = self.scheduler.pool
+        return pool.log.snapshot(pool.cached_hashes())
 
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()

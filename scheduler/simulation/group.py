@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from ..block_pool import BlockPool
 from ..cost_model import CostModel, StepWork
 from ..placement import GroupCapacity, GroupLoad
-from ..prefix_index import BlockEvents, pack
+from ..prefix_index import BlockEvents
 from ..request import Request
 
 
@@ -85,7 +85,6 @@ class SimGroup:
         self.busy_seconds = 0.0
         self._schedule = schedule
         self._step: _Step | None = None
-        self._num_batches = 0
 
     # -- what comes in ------------------------------------------------------------------------------------------------
 
@@ -230,15 +229,10 @@ class SimGroup:
 
     def take_blocks(self) -> BlockEvents | None:
         """What changed in its cache, if anything did."""
-        stored, removed = self.pool.take_changes()
-        if not stored and not removed:
-            return None
-        self._num_batches += 1
-        return BlockEvents(self._num_batches, pack(stored), pack(removed))
+        return self.pool.log.take_events()
 
     def snapshot(self) -> BlockEvents:
-        self._num_batches += 1
-        return BlockEvents(self._num_batches, pack(self.pool.cached_hashes()), snapshot=True)
+        return self.pool.log.snapshot(self.pool.cached_hashes())
 
     def take_served(self) -> dict[str, int]:
         served, self.served = self.served, {}
