@@ -21,6 +21,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from .tasks import Tasks
+
 logger = logging.getLogger(__name__)
 
 _GREETING_SECONDS = 5.0  # for a connection to be made, or to show its key
@@ -77,16 +79,12 @@ class ChannelServer:
     def __init__(self, host: str, handlers: Mapping[str, Callable[..., Awaitable[Any]]]):
         self.handlers = handlers
         self._connections: set[_Served] = set()
-        self._tasks: set[asyncio.Task] = set()
+        self.tasks = Tasks()
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.address = ChannelAddress(host, listener.getsockname()[1], secrets.token_bytes(_KEY_BYTES))
-        self._listening = self.spawn(asyncio.get_running_loop().create_server(lambda: _Served(self), sock=listener))
-
-    def spawn(self, coroutine: Any) -> asyncio.Task:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)  # the loop itself keeps only a weak reference
-        task.add_done_callback(self._tasks.discard)
-        return task
+        self._listening = self.tasks.spawn(
+            asyncio.get_running_loop().create_server(lambda: _Served(self), sock=listener)
+        )
 
     async def close(self) -> None:
         (await self._listening).close()
@@ -127,7 +125,7 @@ class _Served(_Messages):
                 self.transport.abort()
 
     def message(self, body: bytes) -> None:
-        self.server.spawn(self._answer(body))
+        self.server.tasks.spawn(self._answer(body))
 
     async def _answer(self, body: bytes) -> None:
         try:

@@ -118,7 +118,7 @@ class ClusterClient:
             news = await self._call("submit", *arguments)
         for stream in batch:
             stream.epoch = news.epoch
-        self.rate_limits.update(news.rate_limits)  # which the next answer does not repeat
+        self.rate_limits.update(news.rate_limits)  # only the answer to `submit` has them
         if {group_id for _, group_id in news.assigned} - self._leaders.keys() - dict(news.groups).keys():
             news = await self._call("assignments", self.ingress_id, self._seen)  # the same again, with leaders' handles
         self._take(news)
@@ -188,7 +188,6 @@ class ClusterClient:
     def _take(self, assignments: Assignments) -> None:
         self._seen = assignments.epoch, assignments.number
         self._leaders.update(assignments.groups)
-        self.rate_limits.update(assignments.rate_limits)
         for request_id, group_id in assignments.assigned:
             stream = self._streams.get(request_id)
             if stream is not None:

@@ -27,6 +27,7 @@ from ..scheduler.step import SchedulerStats
 from ..scheduler.tenants import RateLimits, Tenant, TenantDirectory
 from .channel import Channel, ChannelAddress, ChannelBroken, ChannelServer
 from .config import SchedulerOptions
+from .tasks import Tasks
 from .token_stream import decode_error, encode_error
 
 logger = logging.getLogger(__name__)
@@ -197,9 +198,9 @@ class GlobalScheduler:
         self.num_news = 0
         self.wakers: dict[str, asyncio.Event] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task] = set()
+        self._tasks = Tasks()
         self.last_called = time.monotonic()
-        self._spawn(self._watch_for_ever())
+        self._tasks.spawn(self._watch_for_ever())
         self.channels: dict[str, Channel] = {}  # to leaders, by group id
         self.server: ChannelServer | None = None
 
@@ -263,7 +264,7 @@ class GlobalScheduler:
             if group_id in self.groups:
                 by_group.setdefault(group_id, []).append(request_id)
         for group_id, ids in by_group.items():
-            self._spawn(self._call_leader(group_id, "abort", ids))
+            self._tasks.spawn(self._call_leader(group_id, "abort", ids))
         self._dispatch()
 
     async def stats(self) -> ClusterStats:
@@ -300,7 +301,7 @@ class GlobalScheduler:
                 self.ingress_of[request.request_id] = ingress_id
                 self._tell(ingress_id, request.request_id, info.group_id)
         if elsewhere:
-            self._spawn(self._call_leader(info.group_id, "abort", elsewhere))
+            self._tasks.spawn(self._call_leader(info.group_id, "abort", elsewhere))
         logger.info("group %s of %s registered", info.group_id, info.model)
         self._dispatch()
 
@@ -311,7 +312,7 @@ class GlobalScheduler:
         self.reports[report.group_id] = report.stats
         self.last_heard[report.group_id] = self.last_called = time.monotonic()
         if not all([self.dispatcher.block_events(report.group_id, events) for events in report.blocks]):
-            self._spawn(self._call_leader(report.group_id, "send_snapshot", None))
+            self._tasks.spawn(self._call_leader(report.group_id, "send_snapshot", None))
         for ended in report.fetches:
             self._fetched(report.group_id, ended)
         for tenant, tokens in report.served:
@@ -365,7 +366,7 @@ class GlobalScheduler:
             batch = [(self.ingress_of[r.request_id], r) for r in requests]
             for ingress_id, request in batch:
                 self._tell(ingress_id, request.request_id, group_id)
-            self._spawn(self._call_leader(group_id, "add_requests", batch))
+            self._tasks.spawn(self._call_leader(group_id, "add_requests", batch))
         for request_id, error in self.dispatcher.take_refused():
             self._tell(self.ingress_of.pop(request_id), request_id, error=error)
         if self._timer is not None:
@@ -434,11 +435,6 @@ class GlobalScheduler:
         named = {group_id for _, group_id in assigned} & self.groups.keys()
         leaders = tuple((g, self.groups[g].leader) for g in named)
         return Assignments(self.epoch, self.num_news, assigned, failed, leaders)
-
-    def _spawn(self, coroutine: Any) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)  # the loop itself keeps only a weak reference
-        task.add_done_callback(self._tasks.discard)
 
     def _leave(self) -> None:
         """End this actor, which is detached and would stay for ever: its application is gone."""

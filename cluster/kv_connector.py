@@ -26,6 +26,7 @@ from ..scheduler.prefix_index import pack
 from . import kv_store
 from .global_scheduler import CALL_TIMEOUT
 from .kv_store import PACK_SECONDS, KVOffer, KVPart, KVRead
+from .tasks import Tasks
 
 if TYPE_CHECKING:
     from ..workers.engine import Engine
@@ -103,7 +104,7 @@ class KVConnector:
         self.application, self.group_id = application, group_id
         self.node_id = ray.get_runtime_context().get_node_id()
         self.config = engine.config.kv_transfer_config
-        self.block_bytes, self.block_size = engine.block_bytes, engine.config.block_size
+        self.block_bytes = engine.block_bytes
         self.threads = KVThreads(engine.executor.worker.kv_port)
         self.ranks, self.leader, self.in_engine = ranks, leader, in_engine
         # Ranks beyond the number of heads have the same part: one of them gives it.
@@ -113,14 +114,14 @@ class KVConnector:
         self._own_store: ActorHandle | None = None
         self._stores: dict[str, ActorHandle] = {}
         self._offers: asyncio.Queue[tuple[Publication, float]] = asyncio.Queue()
-        self._tasks: set[asyncio.Task] = set()
+        self._tasks = Tasks()
         if self.config.publishes:
-            self._spawn(self._publish_for_ever())
+            self._tasks.spawn(self._publish_for_ever())
 
     def begin(self, fetches: Sequence[KVFetch], publications: Sequence[tuple[Publication, float]]) -> None:
         """Carry out what the engine has ordered."""
         for order in fetches:
-            self._spawn(self._fetch(order))
+            self._tasks.spawn(self._fetch(order))
         for publication in publications:
             self._offers.put_nowait(publication)
 
@@ -132,11 +133,6 @@ class KVConnector:
         """Rank 0's part of some blocks."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.threads.packing, self.threads.port.pack, block_ids)
-
-    def _spawn(self, coroutine: Any) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     # -- fetching -----------------------------------------------------------------------------------------------------
 

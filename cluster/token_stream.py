@@ -23,6 +23,7 @@ from typing import Any
 from ..scheduler import errors
 from ..scheduler.errors import PagedRayError
 from ..scheduler.request import SequenceOutput, TokenLogprobs
+from .tasks import Tasks
 
 BEAT_SECONDS = 2.0
 SILENCE_SECONDS = 12.0
@@ -205,10 +206,10 @@ class TokenServer:
         self._outboxes: dict[str, Outbox] = {}
         self._tickets: dict[bytes, str] = {}  # shown by nobody yet: the ingress it was made for
         self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task] = set()
+        self._tasks = Tasks()
         self._listener = socket.create_server((host, 0), family=_family(host), backlog=128)
         self._listener.setblocking(False)
-        self._spawn(self._accept())
+        self._tasks.spawn(self._accept())
 
     def open(self, ingress_id: str) -> StreamAddress:
         for ticket in [t for t, i in self._tickets.items() if i == ingress_id]:
@@ -236,8 +237,7 @@ class TokenServer:
                 outbox.beat(now)
 
     def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
         self._listener.close()
         for outbox in self._outboxes.values():
             outbox.close()
@@ -245,7 +245,7 @@ class TokenServer:
     async def _accept(self) -> None:
         while True:
             connection, _ = await self._loop.sock_accept(self._listener)
-            self._spawn(self._greet(connection))
+            self._tasks.spawn(self._greet(connection))
 
     async def _greet(self, connection: socket.socket) -> None:
         """Read the ticket; whoever has none is sent away."""
@@ -266,11 +266,6 @@ class TokenServer:
             connection.close()
         else:
             self.outbox(self._tickets.pop(ticket)).attach(connection)
-
-    def _spawn(self, coroutine) -> None:
-        task = self._loop.create_task(coroutine)
-        self._tasks.add(task)  # the loop itself keeps only a weak reference
-        task.add_done_callback(self._tasks.discard)
 
 
 # -- the ingress's side ------------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ class Leader:
             await asyncio.wait([self._loaded], timeout=FORGOTTEN_SECONDS / 3)
         await self._loaded
         self.stats = self.engine.stats()
-        if self.config.kv_transfer_config.kv_connector is not None:
+        if self.config.kv_transfer_config.shares:
             me = ray.get_runtime_context().current_actor
             self.kv = KVConnector(self.application, self.group_id, self.engine, self.rank_actors, me, self._in_engine)
         await self._register()
@@ -179,7 +179,7 @@ class Leader:
             executor = make_executor(
                 self.config, progress, self._launch, host, GrammarCompiler, start_timeout=self.load_timeout
             )
-            shares_kv = self.config.kv_transfer_config.kv_connector is not None
+            shares_kv = self.config.kv_transfer_config.shares
             self.engine = Engine(self.config, grammar_backend=GrammarCompiler, executor=executor, shares_kv=shares_kv)
             _say(f"warming up {self.model}")
             self.engine.warm_up()

@@ -125,12 +125,16 @@ class KVTransferConfig:
         return config
 
     @property
+    def shares(self) -> bool:
+        return self.kv_connector is not None
+
+    @property
     def publishes(self) -> bool:
-        return self.kv_connector is not None and self.kv_role != "kv_consumer"
+        return self.shares and self.kv_role != "kv_consumer"
 
     @property
     def fetches(self) -> bool:
-        return self.kv_connector is not None and self.kv_role != "kv_producer"
+        return self.shares and self.kv_role != "kv_producer"
 
 
 def _check_keys(where: str, raw: dict[Any, Any], known: tuple[str, ...]) -> None:

@@ -104,8 +104,7 @@ class Cluster:
     @staticmethod
     def new_scheduler():
         scheduler = GlobalScheduler("test")
-        for task in scheduler._tasks:
-            task.cancel()  # they watch Serve, which is not here
+        scheduler._tasks.cancel()  # they watch Serve, which is not here
         return scheduler
 
     def restart_scheduler(self):
