@@ -29,8 +29,11 @@ from typing import Any
 
 import httpx
 
+sys.path.append(str(Path(__file__).parents[1] / "cluster"))
+
+from real_server import descendants, isolated_env
+
 from pagedray.cluster.local_server import free_port
-from pagedray.kernels.cache import cache_root
 
 NUM_STREAMS = 4
 UP_SECONDS = 180.0  # for all groups to be up (again)
@@ -62,26 +65,11 @@ class Server:
             [sys.executable, "-m", "pagedray", "serve", str(path), "--port", str(port)],
             stdout=self.log.open("w"),
             stderr=subprocess.STDOUT,
-            env=os.environ | {"HOME": home, "PAGEDRAY_CACHE": str(cache_root()), "RAY_AUTH_MODE": "disabled"},
+            env=isolated_env(Path(home)),
         )
 
-    def processes(self) -> dict[int, str]:
-        """Process ids and titles of everything that it has started."""
-        parents, titles = {}, {}
-        for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                titles[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
-            except OSError:
-                pass
-        found, level = {}, {self.process.pid}
-        while level:
-            level = {pid for pid, parent in parents.items() if parent in level}
-            found |= {pid: titles[pid] for pid in level}
-        return found
-
     def of_kind(self, kind: str) -> list[int]:
-        return sorted(pid for pid, title in self.processes().items() if title.startswith(f"ray::{kind}"))
+        return sorted(pid for pid, title in descendants(self.process.pid).items() if title.startswith(f"ray::{kind}"))
 
     def metric(self, name: str) -> list[float]:
         lines = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()

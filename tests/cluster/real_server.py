@@ -36,3 +36,19 @@ def isolated_env(home: Path) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     own = {"HOME": str(home), "PAGEDRAY_CACHE": str(cache_root()), "RAY_AUTH_MODE": "disabled"}
     return env | own | {"PYTHONUNBUFFERED": "1"}
+
+
+def descendants(pid):
+    """Process ids and titles of everything that `pid` has started."""
+    parents, titles = {}, {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            titles[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+        except OSError:
+            pass
+    found, level = {}, {pid}
+    while level:
+        level = {p for p, parent in parents.items() if parent in level}
+        found |= {p: titles[p] for p in level}
+    return found

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from real_server import descendants
 
 pytestmark = pytest.mark.serve
 
@@ -16,22 +17,6 @@ pytestmark = pytest.mark.serve
 @pytest.fixture(scope="module")
 def server(start_server, demo_model):
     return start_server(str(demo_model), "--served-model-name", "demo", "--max-model-len", "1024")
-
-
-def descendants(pid):
-    """Process ids and titles of everything that `pid` has started."""
-    parents, titles = {}, {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            titles[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
-        except OSError:
-            pass
-    found, level = {}, {pid}
-    while level:
-        level = {p for p, parent in parents.items() if parent in level}
-        found |= {p: titles[p] for p in level}
-    return found
 
 
 def process_of(server, title):

@@ -23,7 +23,7 @@ SCRIPT = """
     from ray import serve
     from ray._private.state import actors
     from ray.util import placement_group_table
-    from test_failures import descendants
+    from real_server import descendants
     from pagedray.cluster.app import build
 
     OURS = ("ray::Rank", "ray::Leader", "ray::ServeReplica", "ray::GlobalScheduler")
@@ -95,7 +95,7 @@ SCRIPT = """
 OFFLINE = """
     import os, sys, time
     sys.path.insert(0, os.path.dirname(sys.argv[2]))
-    from test_failures import descendants
+    from real_server import descendants
     from pagedray import LLM, SamplingParams
     from pagedray.cluster.local_server import adopt_orphans
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from test_failures import Stream, answers_again, descendants, process_of
+from real_server import descendants
+from test_failures import Stream, answers_again, process_of
 
 from pagedray import LLM, SamplingParams
 
