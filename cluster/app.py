@@ -14,6 +14,8 @@ from .ingress import Ingress
 from .worker_group import WorkerGroup
 
 _LOAD_TIMEOUT = 1800.0  # seconds for a group to load its weights
+_SHUTDOWN_TIMEOUT = 30.0  # seconds that Serve gives a group that it takes away
+_END_SECONDS = 8.0  # of them, for what follows when its sequences have moved
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -42,9 +44,11 @@ def application(config: ApplicationConfig, listen: ListenAddress | None = None) 
                 "max_constructor_retry_count": 1,  # a model that cannot be loaded will not load the next time
                 "health_check_period_s": 2.0,
                 "health_check_timeout_s": 15.0,
+                "graceful_shutdown_wait_loop_s": 0.1,  # nothing comes by Serve's handles that it could wait for
+                "graceful_shutdown_timeout_s": _SHUTDOWN_TIMEOUT,
                 **model.deployment,
             }
-        ).bind(model.model_id, model.engine, _LOAD_TIMEOUT)
+        ).bind(model.model_id, model.engine, _LOAD_TIMEOUT, _drain_timeout(model.deployment))
         for model in config.models
     ]
     return ingress_class.options(
@@ -54,3 +58,8 @@ def application(config: ApplicationConfig, listen: ListenAddress | None = None) 
             **config.ingress,
         }
     ).bind(config, listen, *groups)
+
+
+def _drain_timeout(deployment: dict[str, Any]) -> float:
+    """Seconds for a group's sequences to move."""
+    return max(0.0, deployment.get("graceful_shutdown_timeout_s", _SHUTDOWN_TIMEOUT) - _END_SECONDS)

@@ -1,4 +1,4 @@
-"""`pagedray`: serve, generate, chat, bench. Only the flags live here; what they do is in the modules they call."""
+"""`pagedray`: serve, generate, chat, drain, bench. Only flags live here; what they do is in the modules they call."""
 
 import argparse
 import json
@@ -168,6 +168,12 @@ def _parser() -> _Parser:
     chat.add_argument("--system", help="the system prompt")
     chat.add_argument("--temperature", type=float, help="randomness (default: the server's)")
     chat.add_argument("--max-tokens", type=int, metavar="N", help="of an answer")
+
+    drain = command(commands, "drain", _drain, "have a worker group move its sequences to others, and leave")
+    drain.add_argument("group", nargs="?", metavar="GROUP", help="its id, or how it begins; without it: list them")
+    drain.add_argument("--url", default="http://127.0.0.1:8000", metavar="URL", help="the server")
+    drain.add_argument("--api-key", metavar="KEY", help="an operator's; default: OPENAI_API_KEY of the environment")
+    drain.add_argument("--timeout", type=float, default=30.0, metavar="S", help="seconds for sequences to move")
 
     bench = commands.add_parser("bench", help="measure a server, or the engine in this process")
     bench.set_defaults(parser=bench)
@@ -365,6 +371,12 @@ def _chat(args: argparse.Namespace) -> int:
     wish = {"temperature": args.temperature, "max_tokens": args.max_tokens}
     with ChatClient(args.url, args.model, _api_key(args), {k: v for k, v in wish.items() if v is not None}) as client:
         return converse(client, args.system)
+
+
+def _drain(args: argparse.Namespace) -> int:
+    from .drain import drain
+
+    return drain(args.url, args.group, _api_key(args), args.timeout)
 
 
 def _bench_serve(args: argparse.Namespace) -> int:

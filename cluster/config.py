@@ -163,6 +163,7 @@ class _TenantSection(_Section):
     priority_class: str = "standard"
     cache_salt: str = ""
     shared_prefix: bool = False
+    operator: bool = False
 
 
 def _tenant(raw: Any, path: str, models: Iterable[str]) -> Tenant:

@@ -94,6 +94,7 @@ class GroupInfo:
     num_received: int = 0  # requests it was ever given
     requests: tuple[tuple[str, Request], ...] = ()  # ingress id and request, of what it has already
     channel: ChannelAddress | None = None  # for add_requests
+    draining: bool = False  # it will leave: it gets nothing more
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +162,7 @@ class GroupStatus:
     stats: SchedulerStats | None  # its last report
     block_size: int = 0  # tokens
     num_indexed_blocks: int = 0  # cached there, as the prefix index has it
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +279,7 @@ class GlobalScheduler:
                 self.reports.get(g.group_id),
                 g.capacity.block_size,
                 self.dispatcher.index.num_blocks_of(g.group_id),
+                g.draining,
             )
             for g in self.groups.values()
         )
@@ -302,6 +305,8 @@ class GlobalScheduler:
                 self._tell(ingress_id, request.request_id, info.group_id)
         if elsewhere:
             self._tasks.spawn(self._call_leader(info.group_id, "abort", elsewhere))
+        if info.draining:
+            self.dispatcher.drain_group(info.group_id)
         logger.info("group %s of %s registered", info.group_id, info.model)
         self._dispatch()
 
@@ -342,6 +347,20 @@ class GlobalScheduler:
         self.stores[report.node_id] = report.stats
         self.store_heard[report.node_id] = time.monotonic()
         return report.blocks is None or self.dispatcher.block_events(report.node_id, report.blocks)
+
+    async def drain_group(self, group_id: str, leave_within: float | None = None) -> bool:
+        """Give a group nothing more; with `leave_within` have it move what it has and end, in so many seconds.
+
+        False: there is no such group.
+        """
+        info = self.groups.get(group_id)
+        if info is None:
+            return False
+        self.groups[group_id] = replace(info, draining=True)
+        self.dispatcher.drain_group(group_id)
+        if leave_within is not None:
+            self._tasks.spawn(self._call_leader(group_id, "leave", leave_within))
+        return True
 
     async def remove_group(self, group_id: str) -> None:
         """A group leaves or was found dead. What it held fails with a retriable error."""

@@ -19,6 +19,7 @@ from . import global_scheduler
 from .cluster_client import ClusterClient
 from .config import ApplicationConfig, ModelDeployment
 from .global_scheduler import ClusterStats
+from .group_routes import add_group_routes
 from .http_server import HttpServer, ListenAddress
 from .metrics import RequestMetrics
 from .openai.engine_client import EngineClient, ServedModel
@@ -124,19 +125,24 @@ class Ingress:
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
+        block_size = lambda model: self.block_sizes.get(model, 0)  # noqa: E731
         resuming = ResumingEngine(
             self.client,
             self.config.scheduler.migration_limit,
             lambda request: self.metrics.resumed.labels(request.model).inc(),
+            lambda request: self.metrics.moved.labels(request.model).inc(),
+            block_size,
         )
-        return build_app(
+        app = build_app(
             models=self._models,
-            engine=MeasuredEngine(resuming, self.metrics, lambda model: self.block_sizes.get(model, 0)),
+            engine=MeasuredEngine(resuming, self.metrics, block_size),
             health=self._health,
             metrics=self._render_metrics,
             tenants=TenantDirectory(self.config.tenants),
             limits=lambda tenant: self.client.rate_limits.get(tenant.name),
         )
+        add_group_routes(app, self.client, lambda: not self.config.tenants or caller().operator)
+        return app
 
     def _models(self) -> dict[str, ServedModel]:
         """Those that the caller may use: to it, there are no others."""
@@ -174,7 +180,7 @@ class Ingress:
             self._take(await asyncio.wait_for(self.client.stats(), _PROBE_SECONDS))
         except TimeoutError:
             raise EngineDead(f"the global scheduler has not answered within {_PROBE_SECONDS:g} s") from None
-        missing = self.models.keys() - {g.model for g in self.cluster.groups}
+        missing = self.models.keys() - {g.model for g in self.cluster.groups if not g.draining}
         if missing:
             raise EngineDead(f"no worker group of {', '.join(sorted(missing))} is up")
 

@@ -28,6 +28,12 @@ class RequestMetrics:
             labels,
             registry=registry,
         )
+        self.moved = Counter(
+            "pagedray:request_moved",
+            "Sequences that went on at another group because theirs was to leave.",
+            labels,
+            registry=registry,
+        )
         self.prompt_tokens = Counter("pagedray:prompt_tokens", "Prompt tokens.", labels, registry=registry)
         self.generation_tokens = Counter("pagedray:generation_tokens", "Generated tokens.", labels, registry=registry)
         self.tenant_tokens = Counter(

@@ -1,23 +1,30 @@
-"""Streams that survive the worker group that makes them.
+"""Streams that survive the worker group that makes them, whether it is lost or leaves on purpose.
 
 What a client has got is kept here, at the ingress, and a request whose group is lost goes to another one (or to the
 same one, rebuilt) together with the tokens that are out already. That group computes their KV, or finds it, and goes
 on: every draw is a function of (seed, index, position), and penalties, `min_tokens` and grammars read the tokens
 themselves, so the stream continues as it would have, with nothing repeated and nothing missing.
 
+A group that will leave asks its sequences to move, and works on. While it does, another group is made ready: it is
+asked for one token after those that are out, which brings their KV into its cache, fetched from the node's store or
+computed. Then the sequence moves, and all that the client waits for is the way, and a step over the last few tokens
+(Llumnix migrates in the same spirit: copy while it runs, stop for the rest).
+
 A request may be what kills its groups. It is given up when more than `migration_limit` (Dynamo's name) were lost
-with it.
+with it; those that left on purpose do not count.
 """
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 
-from ..scheduler.errors import EngineDead, GroupLost
-from ..scheduler.request import Request, SequenceOutput
+from ..scheduler.block_pool import hash_prompt, root_hash
+from ..scheduler.errors import EngineDead, GroupDrained, GroupLost, PagedRayError
+from ..scheduler.request import Request, SamplingParams, SequenceOutput
 from .openai.engine_client import EngineClient
 
 logger = logging.getLogger(__name__)
@@ -26,39 +33,93 @@ _BACKOFF_SECONDS = 0.25  # before the second resumption; the first is at once, a
 
 
 class ResumingEngine:
-    """An `EngineClient` over another one that raises `GroupLost`; its callers never see that."""
+    """An `EngineClient` over another one that raises `GroupLost` and says `moving`; its callers never see that."""
 
-    def __init__(self, engine: EngineClient, migration_limit: int, on_resume: Callable[[Request], None]):
-        self.engine, self.migration_limit, self.on_resume = engine, migration_limit, on_resume
+    def __init__(
+        self,
+        engine: EngineClient,
+        migration_limit: int,
+        on_resume: Callable[[Request], None],
+        on_move: Callable[[Request], None] = lambda request: None,
+        block_size: Callable[[str], int] = lambda model: 0,
+    ):
+        """`block_size` gives the tokens in a KV block of a model's groups; 0: not known yet."""
+        self.engine, self.migration_limit = engine, migration_limit
+        self.on_resume, self.on_move, self.block_size = on_resume, on_move, block_size
 
     async def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
         began = time.monotonic()
         delivered: list[int] = []
         num_cached: int | None = None  # what the first group found: later ones find what is no news to the client
         current = request
+        num_lost = 0  # groups
         while True:
+            other: asyncio.Task[bool] | None = None  # another group, being made ready
             try:
                 async with aclosing(self.engine.generate(current)) as outputs:
                     async for output in outputs:
+                        if output.moving:
+                            if not delivered:
+                                break  # nothing is lost that a client has waited for
+                            if other is None:
+                                upto_here = self._go_on(request, current, delivered, began)
+                                other = asyncio.create_task(self._make_ready(upto_here))
+                            continue
                         delivered += output.token_ids
                         if num_cached is None:
                             num_cached = output.num_cached_tokens
                         yield replace(output, request_id=request.request_id, num_cached_tokens=num_cached)
-                return
+                        if output.finish_reason is None and other is not None and other.done() and other.result():
+                            break
+                    else:
+                        return
+                self.on_move(request)
             except GroupLost as lost:
-                attempt = current.attempt + 1
-                if attempt > self.migration_limit:
-                    raise EngineDead(
-                        f"{attempt} worker groups in turn were lost while they held this request; it is not tried again"
-                    ) from lost
+                num_lost += not isinstance(lost, GroupDrained)
+                if num_lost > self.migration_limit:
+                    told = f"{num_lost} worker groups in turn were lost while they held this request"
+                    raise EngineDead(f"{told}; it is not tried again") from lost
                 logger.warning("request %s goes on elsewhere after %d tokens", request.request_id, len(delivered))
-            await asyncio.sleep(0.0 if attempt == 1 else _BACKOFF_SECONDS * 2 ** (attempt - 2))
-            self.on_resume(request)
-            current = replace(
-                request,
-                request_id=f"{request.request_id}~{attempt}",  # what the old group may still say is nobody's
-                output_token_ids=tuple(delivered),
-                attempt=attempt,
-                age=time.monotonic() - began,
-                ttft_target=None if delivered else request.ttft_target,
-            )
+                if num_lost > 1:
+                    await asyncio.sleep(_BACKOFF_SECONDS * 2 ** (num_lost - 2))
+                self.on_resume(request)
+            finally:
+                if other is not None:
+                    other.cancel()
+            current = self._go_on(request, current, delivered, began)
+
+    def _go_on(self, request: Request, current: Request, delivered: list[int], began: float) -> Request:
+        """The request as the next group gets it."""
+        attempt = current.attempt + 1
+        size = self.block_size(request.model)
+        root = root_hash(request.model, request.cache_salt)
+        tokens = request.prompt_token_ids + tuple(delivered)
+        return replace(
+            request,
+            request_id=f"{request.request_id}~{attempt}",  # what the old group may still say is nobody's
+            block_hashes=hash_prompt(tokens, size, root) if size else request.block_hashes,
+            output_token_ids=tuple(delivered),
+            attempt=attempt,
+            age=time.monotonic() - began,
+            ttft_target=None if delivered else request.ttft_target,
+        )
+
+    async def _make_ready(self, request: Request) -> bool:
+        """Have some group hold the KV of all that is out: ask it for one token more. False: none does."""
+        sampling = SamplingParams(temperature=0, seed=0, max_tokens=len(request.output_token_ids) + 1)
+        for number in itertools.count(1):
+            ahead = replace(request, request_id=f"{request.request_id}~ahead{number}", sampling=sampling)
+            try:
+                async with aclosing(self.engine.generate(ahead)) as outputs:
+                    async for output in outputs:
+                        if output.moving:
+                            break  # that one will leave, too
+                        if output.finish_reason is not None:
+                            return True
+            except GroupLost:
+                pass
+            except PagedRayError as error:
+                logger.warning("no worker group can be made ready for request %s: %s", request.request_id, error)
+                return False
+            await asyncio.sleep(_BACKOFF_SECONDS)
+        raise AssertionError("it goes on until the stream ends")

@@ -63,6 +63,7 @@ def encode(frame: TokenFrame) -> bytes:
             o.finish_reason,
             o.stop_token_id,
             o.num_cached_tokens,
+            o.moving,
             [(at.logprob, at.top) for at in o.logprobs],
         )
         for o in frame.outputs
@@ -83,8 +84,9 @@ def decode(body: bytes | bytearray) -> TokenFrame:
                 finish_reason,
                 stop_token_id,
                 num_cached_tokens,
+                moving,
             )
-            for request_id, token_ids, finish_reason, stop_token_id, num_cached_tokens, logprobs in outputs
+            for request_id, token_ids, finish_reason, stop_token_id, num_cached_tokens, moving, logprobs in outputs
         ),
         tuple((request_id, decode_error(name, args)) for request_id, name, args in failures),
     )

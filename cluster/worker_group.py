@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import ray
 from ray.actor import ActorHandle
 
-from ..scheduler.errors import EngineDead, GroupLost, PagedRayError
+from ..scheduler.errors import EngineDead, GroupDrained, GroupLost, PagedRayError
 from ..scheduler.placement import GroupLoad
 from ..scheduler.prefix_index import BlockEvents, unpack
 from ..scheduler.request import Request, SequenceOutput
@@ -51,6 +51,8 @@ _STUCK_SECONDS = 60.0  # a step that takes longer than this is taken for a hang
 _WATCH_SECONDS = 1.0  # how often a leader tells its replica that all is well
 _SILENCE_SECONDS = 4.0  # a leader that has not told for so long is taken for dead
 _LEAVE_SECONDS = 5.0  # for ranks to end by themselves
+_PUBLISH_SECONDS = 3.0  # that sequences which will move wait for their KV to reach the node's store, running on
+_DRAIN_POLL_SECONDS = 0.02
 
 
 class Leader:
@@ -85,6 +87,7 @@ class Leader:
         self._blocks: deque[BlockEvents] = deque()
         self._counted_at = 0.0
         self.error: BaseException | None = None
+        self.draining = False
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._step_began: float | None = None
         self._reporter: asyncio.Task | None = None
@@ -126,11 +129,38 @@ class Leader:
             self._fail_all()
             return
         self._inbox.put(lambda: self._add_to_engine([request for _, request in batch]))
+        if self.draining:  # it was on its way
+            self._ask_to_move([request.request_id for _, request in batch])
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self._ended(request_id)
         self._inbox.put(lambda: self._abort_in_engine(request_ids))
+
+    async def drain(self, seconds: float) -> int:
+        """Have all sequences go on at other groups, and run them until they do.
+
+        What they have computed goes to the node's store first. What is still here after `seconds` fails, and goes on
+        once another group can take it; returns how many those were. The global scheduler must know that this group
+        drains, or it would send more.
+        """
+        deadline = time.monotonic() + seconds
+        if not self.draining:
+            self.draining = True
+            await self._publish_running(min(_PUBLISH_SECONDS, seconds / 2))
+            self._ask_to_move(list(self.requests))
+        while self.requests and self.error is None and time.monotonic() < deadline:
+            await asyncio.sleep(_DRAIN_POLL_SECONDS)
+        left = list(self.requests)
+        for request_id in left:
+            self._fail(request_id, GroupDrained("the worker group that held this request has left; send it again"))
+        self._inbox.put(lambda: self._abort_in_engine(left))
+        logger.info("group %s has been drained; %d sequences could not move", self.group_id, len(left))
+        return len(left)
+
+    async def leave(self, seconds: float) -> None:
+        """Drain, in the background, and end; its replica hears of that and goes, too."""
+        self._drainer = asyncio.create_task(self._leave(seconds))
 
     async def send_snapshot(self, _: None) -> None:
         """The scheduler has missed something of the cache's changes: tell it everything."""
@@ -320,6 +350,32 @@ class Leader:
                 self.finished.append(request_id)
         self._inbox.put(lambda: self._abort_in_engine(request_ids))
 
+    async def _leave(self, seconds: float) -> None:
+        await self.drain(seconds)
+        self._die(GroupDrained("it was drained"))
+
+    def _ask_to_move(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            asked = SequenceOutput(request_id, (), moving=True)
+            self.tokens.outbox(self.requests[request_id][0]).send(TokenFrame((asked,)))
+
+    async def _publish_running(self, seconds: float) -> None:
+        """Until the node's store has what running sequences have computed, or refused it."""
+        if self.kv is None or not self.requests:
+            return
+        deadline = time.monotonic() + seconds
+        ordered = asyncio.Event()
+
+        def publish(engine: "Engine") -> None:
+            engine.publish_running()
+            self.loop.call_soon_threadsafe(ordered.set)
+
+        self._in_engine(publish)
+        while not ordered.is_set() or self.engine.is_publishing:
+            if time.monotonic() > deadline:
+                return
+            await asyncio.sleep(_DRAIN_POLL_SECONDS)
+
     async def _register(self) -> None:
         info = GroupInfo(
             group_id=self.group_id,
@@ -333,6 +389,7 @@ class Leader:
             leader=ray.get_runtime_context().current_actor,
             requests=tuple(self.requests.values()),
             channel=self.channel.address,
+            draining=self.draining,
         )
         await asyncio.wait_for(self.scheduler.register_group.remote(info), CALL_TIMEOUT)
         self._inbox.put(self._take_snapshot)  # and the index is complete again with the next report
@@ -388,7 +445,8 @@ def _show_progress(model: str) -> "Progress":
 class WorkerGroup:
     """The class of the Serve replica of a worker group: builds it, watches it, takes it down."""
 
-    def __init__(self, model: str, config: EngineConfig, load_timeout: float):
+    def __init__(self, model: str, config: EngineConfig, load_timeout: float, drain_timeout: float = 0.0):
+        """`drain_timeout`: seconds for its sequences to move when Serve takes it away."""
         from ray import serve  # a second to import, which the leader, whose class stands here too, need not wait for
 
         context = serve.get_replica_context()
@@ -402,6 +460,7 @@ class WorkerGroup:
             self.group_id, model, config, self.scheduler, places, context.app_name
         )
         self._leaving = False
+        self.drain_timeout = drain_timeout
         try:
             ray.get(self.leader.load.remote(load_timeout), timeout=load_timeout + _LEAVE_SECONDS)
         except ray.exceptions.RayTaskError as error:
@@ -430,9 +489,21 @@ class WorkerGroup:
             ray.kill(ray.get_runtime_context().current_actor)
 
     async def __del__(self) -> None:
+        """Serve takes this replica away: to have fewer, to replace it, or because its node will go."""
         self._leaving = True
+        try:
+            await self._drain()
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            logger.warning("group %s leaves without having been drained: %r", self.group_id, error)
         await asyncio.wait_for(self.scheduler.remove_group.remote(self.group_id), CALL_TIMEOUT)
         try:
             await asyncio.wait_for(self.leader.close.remote(), _LEAVE_SECONDS + 1)
         finally:
             ray.kill(self.leader)
+
+    async def _drain(self) -> None:
+        began = time.monotonic()
+        known = await asyncio.wait_for(self.scheduler.drain_group.remote(self.group_id), CALL_TIMEOUT)
+        seconds = self.drain_timeout - (time.monotonic() - began)
+        if known and seconds > 0:
+            await asyncio.wait_for(self.leader.drain.remote(seconds), seconds + CALL_TIMEOUT)

@@ -2,6 +2,7 @@
 
     submit ─▶ quotas ─▶ fair queue ─▶ placement ─▶ a group's batch        dispatch
     report, block_events ─▶ load and prefix index                         what decisions are made on
+    drain_group ─▶ what a group has it keeps, and gets nothing more
     finished, cancel, expire, remove_group                                how a request ends, once
 
 All of it is plain Python driven by an explicit clock (`now`, in seconds), so the actor, the tests and the simulator run
@@ -74,12 +75,14 @@ class _Pool:
     @property
     def wait(self) -> float:
         """Seconds until what waits now has been computed."""
-        return self.queued_seconds / max(1, len(self.placement.groups))
+        return self.queued_seconds / max(1, self.placement.num_open)
 
     def fit_quantum(self, options: DispatchOptions) -> None:
         """Groups came or went, or turned out to be faster or slower. What changes little is measuring error."""
         quantum = 0.0
         for group in self.placement.groups.values():
+            if group.draining:
+                continue
             seconds = group.cost.chunked_prefill_seconds(group.capacity.chunk, 0, group.capacity.chunk, 0, 0)
             quantum += min(options.quantum, options.quantum_seconds * group.capacity.chunk / max(1e-9, seconds))
         if quantum and not 0.7 < quantum / self.queue.quantum < 1.4:
@@ -179,6 +182,12 @@ class Dispatcher:
             pool.placement.restore(group, request.request_id, entry.key, now)
         return elsewhere
 
+    def drain_group(self, group_id: str) -> None:
+        """A group will leave: it keeps what it has, and is given nothing more."""
+        pool = self._groups[group_id]
+        pool.placement.drain(group_id)
+        pool.fit_quantum(self.options)
+
     def has_group(self, group_id: str) -> bool:
         return group_id in self._groups
 
@@ -233,7 +242,7 @@ class Dispatcher:
             message = f"{len(pool.queue)} requests wait for {request.model!r} already; try again later"
             raise Overloaded(message, max(1.0, pool.wait))
         entry = self._entry(request, tenant, now)
-        if pool.placement.groups:
+        if pool.placement.num_open:
             self._reckon(entry, pool, now)
         if resumed:
             self.quotas.readmit(tenant)
@@ -323,7 +332,7 @@ class Dispatcher:
         batches: dict[str, list[Request]] = {}
         self.next_dispatch_at = float("inf")
         for pool in self._pools.values():
-            if len(pool.queue) and pool.placement.groups:
+            if len(pool.queue) and pool.placement.num_open:
                 self._dispatch_pool(pool, now, batches)
         return batches
 
@@ -400,6 +409,7 @@ class Dispatcher:
             assert len(pool.queue) <= self.max_queued_requests
             queued += [e.request.request_id for e in pool.queue.items()]
             assert abs(pool.queued_seconds - sum(e.seconds for e in pool.queue.items())) < 1e-6
+            assert pool.placement.num_open == sum(not g.draining for g in pool.placement.groups.values())
             for group in pool.placement.groups.values():
                 assert self._groups[group.group_id] is pool
                 assert all(self._entries[r].group_id == group.group_id for r in group.requests)

@@ -99,6 +99,10 @@ class GroupLost(EngineDead):
     """A worker group is lost with a request that another one can go on with: callers see it only where none can."""
 
 
+class GroupDrained(GroupLost):
+    """The same where the group leaves on purpose: it was not the request that ended it."""
+
+
 class ConfigError(PagedRayError):
     code = "config_error"
 

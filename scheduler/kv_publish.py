@@ -114,6 +114,11 @@ class Publisher:
         """The store is another one, or knows nothing of what these follow."""
         self._offered.clear()
 
+    @property
+    def busy(self) -> bool:
+        """Something is offered, or waits to be."""
+        return bool(self._queue or self._open)
+
     def users(self) -> list[int]:
         """Blocks that offers hold, once for each reference."""
         return [block for run in self._open.values() for block in run.block_ids]

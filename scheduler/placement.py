@@ -91,6 +91,7 @@ class Group:
     requests: dict[str, Placed] = field(default_factory=dict)
     unseen: deque[Placed] = field(default_factory=deque)  # given since its last report
     version: int = 0  # of its entry in the order of load
+    draining: bool = False  # what it has it keeps, and it is given nothing more
 
     def num_before(self, key: Key) -> int:
         """How many of its requests run before one with this key."""
@@ -142,6 +143,7 @@ class Placement:
         self.num_fetches_declined = 0  # it had, and computing was
         self.options = options or PlacementOptions()
         self.groups: dict[str, Group] = {}
+        self.num_open = 0  # of them: those that do not drain
         self._by_bit: dict[int, Group] = {}
         self._mask = 0
         self._order: list[tuple[float, int, str]] = []  # a heap of (load, version, group); old versions are skipped
@@ -155,12 +157,21 @@ class Placement:
 
     def add(self, group: Group, now: float) -> None:
         self.groups[group.group_id] = group
+        self.num_open += 1
         self._by_bit[group.bit] = group
         self._mask |= group.bit
         self.moved(group, now)
 
+    def drain(self, group_id: str) -> None:
+        """Choose this group no more."""
+        group = self.groups[group_id]
+        self.num_open -= not group.draining
+        group.draining = True
+        self._mask &= ~group.bit
+
     def remove(self, group_id: str) -> Group:
         group = self.groups.pop(group_id)
+        self.num_open -= not group.draining
         del self._by_bit[group.bit]
         self._mask &= ~group.bit
         return group
@@ -191,7 +202,7 @@ class Placement:
 
     def _is_current(self, entry: tuple[float, int, str]) -> bool:
         group = self.groups.get(entry[2])
-        return group is not None and group.version == entry[1]
+        return group is not None and group.version == entry[1] and not group.draining
 
     def least_loaded(self) -> list[Group]:
         """Two of them, or as many as there are."""
@@ -251,7 +262,7 @@ class Placement:
         reserve: float = 0.0,
         urgent: bool = False,
     ) -> Choice | None:
-        """The cheapest group, counting what is `planned` for groups in seconds. None: there is no group.
+        """The cheapest group, counting what is `planned` for groups in seconds. None: no group takes any.
 
         `reserve` is the share of each group's slots and KV cache that is not for this request; an `urgent` one is
         computed before all that the group has which are not.

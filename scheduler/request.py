@@ -205,3 +205,4 @@ class SequenceOutput:
     finish_reason: str | None = None
     stop_token_id: int | None = None  # the stop_token_ids entry that ended it, None for end-of-sequence
     num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
+    moving: bool = False  # no news: its group will leave, and asks that the sequence go on at another one

@@ -93,6 +93,7 @@ class StepScheduler:
         self._waiting: list[Sequence] = []  # both sorted by key
         self._running: list[Sequence] = []
         self._released: list[int] = []
+        self._to_publish: set[int] = set()  # seq ids
         self._in_flight: dict[int, tuple[int, list[Sequence]]] = {}  # step id -> tokens, who has a share in it
         self._next_seq_id = 0
         self._step_id = 0
@@ -169,6 +170,15 @@ class StepScheduler:
     def end_fetch(self, fetch_id: int, num_blocks: int) -> None:
         """The ranks are done with a fetch, and have its first `num_blocks` blocks."""
         self.fetches.end(fetch_id, num_blocks)
+
+    def publish_running(self) -> None:
+        """Offer all that running sequences have computed, each with its next token: they will go on elsewhere."""
+        if self.publisher is not None:
+            self._to_publish.update(s.seq_id for s in self._running)
+
+    @property
+    def is_publishing(self) -> bool:
+        return bool(self._to_publish) or (self.publisher is not None and self.publisher.busy)
 
     # -- schedule -----------------------------------------------------------------------------------------------------
 
@@ -348,6 +358,7 @@ class StepScheduler:
 
     def _drop_blocks(self, seq: Sequence) -> None:
         self.pool.release(seq.block_ids)
+        self._to_publish.discard(seq.seq_id)
         seq.block_ids = []
         seq.num_computed_tokens = 0
         seq.awaits_token = False
@@ -376,9 +387,12 @@ class StepScheduler:
             seq.awaits_token = False
             seq.token_ids.append(sampled.token_id)
             finish_reason, stop_token_id = self._finish_reason(seq)
-            if self.publisher is not None and (seq.num_output_tokens == 1 or finish_reason):
+            wanted = seq.seq_id in self._to_publish
+            if self.publisher is not None and (seq.num_output_tokens == 1 or finish_reason or wanted):
                 computed = seq.block_hashes[: seq.num_computed_tokens // self.block_size]
-                self.publisher.computed(computed, (seq.num_cached_tokens or 0) // self.block_size)
+                num_seen = len(computed) if wanted else (seq.num_cached_tokens or 0) // self.block_size
+                self.publisher.computed(computed, num_seen)
+                self._to_publish.discard(seq.seq_id)
             outputs.append(
                 SequenceOutput(
                     request_id=seq.request.request_id,

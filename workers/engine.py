@@ -162,6 +162,14 @@ class Engine:
         size, cost = self.scheduler.block_size, self._fitter.model
         return [(p, cost.prefill_seconds(size * len(p.hashes), p.num_tokens_before)) for p in publisher.take()]
 
+    def publish_running(self) -> None:
+        """Offer what running sequences have computed, for those who will go on with them."""
+        self.scheduler.publish_running()
+
+    @property
+    def is_publishing(self) -> bool:
+        return self.scheduler.is_publishing
+
     def end_publication(self, publication_id: int, taken: bool) -> None:
         if self.scheduler.publisher is not None:
             self.scheduler.publisher.end(publication_id, taken)

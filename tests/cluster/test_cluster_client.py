@@ -67,6 +67,7 @@ class FakeLeader:
         self.hold = hold
         self.requests = []
         self.aborted = []
+        self.leaves_within = None
         self.tasks = []
         self.finished = lambda request_id: None
 
@@ -93,6 +94,9 @@ class FakeLeader:
     async def abort(self, request_ids):
         self.aborted += request_ids
 
+    async def leave(self, seconds):
+        self.leaves_within = seconds
+
 
 class Cluster:
     """A global scheduler and a client; groups come by `add_group`."""
@@ -118,10 +122,10 @@ class Cluster:
         """How many requests the client knows the group of."""
         return sum(s.group_id is not None for s in self.client._streams.values())
 
-    async def add_group(self, leader, name="g1", window=8):
+    async def add_group(self, leader, name="g1", window=8, **info):
         handle = Handle(leader)
         leader.finished = lambda request_id: self.scheduler.report(GroupReport(name, (request_id,), None))
-        info = GroupInfo(name, "m", GroupCapacity(window), 100, handle, channel=leader.server.address)
+        info = GroupInfo(name, "m", GroupCapacity(window), 100, handle, channel=leader.server.address, **info)
         await self.scheduler.register_group(info)
         return handle
 
@@ -240,6 +244,38 @@ def test_a_connection_that_breaks_fails_its_sequences_and_comes_again():
         leader.hold = False
         assert await collect(cluster.client, request("after")) == [3, 2, 1]
         assert list(cluster.scheduler.groups) == ["g1"]
+
+    run(test)
+
+
+def test_a_group_that_drains_asks_its_sequences_to_move_and_gets_no_more():
+    async def test():
+        cluster = Cluster()
+        leader, other = FakeLeader(hold=True), FakeLeader()
+        await cluster.add_group(leader)
+        stays = cluster.client.generate(request("stays"))
+        first = asyncio.ensure_future(anext(stays))
+        await until(lambda: leader.requests == ["stays"])
+        assert not await cluster.client.drain_group("g0", 1.0)
+        assert await cluster.client.drain_group("g1", 1.0)
+        await until(lambda: leader.leaves_within == 1.0)
+        outbox = leader.tokens.outbox(cluster.client.ingress_id)
+        outbox.send(TokenFrame((SequenceOutput("stays", (), moving=True),)))
+        assert (await first).moving and not (await first).token_ids
+        await cluster.add_group(other, "g2")
+        assert await collect(cluster.client, request("after")) == [3, 2, 1]
+        assert other.requests == ["after"] and leader.requests == ["stays"]
+        (drained,) = (g for g in (await cluster.client.stats()).groups if g.draining)
+        assert drained.group_id == "g1"
+
+        # The scheduler forgets; the group tells.
+        cluster.restart_scheduler()
+        handle = await cluster.add_group(leader, draining=True)
+        waits = asyncio.create_task(collect(cluster.client, request("waits")))
+        await until(lambda: cluster.scheduler.dispatcher.num_queued() == {"m": 1})
+        assert handle and leader.requests == ["stays"]
+        waits.cancel()
+        await stays.aclose()
 
     run(test)
 

@@ -6,7 +6,7 @@ import pytest
 
 from pagedray.cluster import resume
 from pagedray.cluster.resume import ResumingEngine
-from pagedray.scheduler.errors import EngineDead, GroupLost, InvalidRequest, PagedRayError
+from pagedray.scheduler.errors import EngineDead, GroupDrained, GroupLost, InvalidRequest, PagedRayError
 from pagedray.scheduler.request import Request, SamplingParams, SequenceOutput
 
 ANSWER = (11, 12, 13, 14, 15)
@@ -102,3 +102,119 @@ def test_leaving_early_closes_what_runs():
 
     engine = asyncio.run(leave())
     assert engine.num_closed == 2
+
+
+class Moving:
+    """Two groups: the first asks its sequences to leave after `asks_after` tokens, and ends them after `ends_after`.
+
+    `ready` is set when the second one may answer what is only meant to make it ready.
+    """
+
+    def __init__(self, asks_after, ends_after=9, ahead_fails=()):
+        self.asks_after, self.ends_after = asks_after, ends_after
+        self.ahead_fails = list(ahead_fails)
+        self.ready = asyncio.Event()
+        self.requests = []
+        self.open = set()
+
+    async def generate(self, request):
+        self.requests.append(request)
+        self.open.add(request.request_id)
+        made = len(request.output_token_ids)
+        try:
+            if "ahead" in request.request_id:
+                await self.ready.wait()
+                if self.ahead_fails:
+                    raise self.ahead_fails.pop(0)
+                assert request.sampling.max_tokens == made + 1
+                yield SequenceOutput(request.request_id, (99,), finish_reason="length")
+                return
+            for i in range(made, len(ANSWER)):
+                if request.attempt == 0 and i == self.asks_after:
+                    yield SequenceOutput(request.request_id, (), moving=True)
+                    yield SequenceOutput(request.request_id, (), moving=True)  # told twice, it is one wish
+                if request.attempt == 0 and i == self.ends_after:
+                    raise GroupDrained("its time is over")
+                await asyncio.sleep(0)
+                last = "length" if i + 1 == len(ANSWER) else None
+                yield SequenceOutput(request.request_id, ANSWER[i : i + 1], (), last)
+        finally:
+            self.open.discard(request.request_id)
+
+
+def move(engine, ready_after=0, limit=0):
+    counts = {"resumed": 0, "moved": 0}
+
+    def count(what):
+        counts[what] += 1
+
+    async def collect():
+        resuming = ResumingEngine(
+            engine, limit, lambda _: count("resumed"), lambda _: count("moved"), block_size=lambda model: 2
+        )
+        outputs = []
+        async for output in resuming.generate(REQUEST):
+            outputs.append(output)
+            if len(outputs) > ready_after:
+                engine.ready.set()
+                for _ in range(5):
+                    await asyncio.sleep(0)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not engine.open, "something runs on"
+        return outputs
+
+    outputs = asyncio.run(collect())
+    assert tuple(t for o in outputs for t in o.token_ids) == ANSWER
+    assert {o.request_id for o in outputs} == {"r"} and not any(o.moving for o in outputs)
+    return [r.request_id for r in engine.requests], counts
+
+
+def test_a_sequence_moves_when_another_group_is_ready_and_runs_on_until_then():
+    engine = Moving(asks_after=1)
+    ids, counts = move(engine, ready_after=2)
+    assert ids == ["r", "r~1~ahead1", "r~1"] and counts == {"resumed": 0, "moved": 1}
+    ahead, again = engine.requests[1:]
+    assert ahead.output_token_ids == ANSWER[:1] and again.output_token_ids == ANSWER[:3]
+    assert len(again.block_hashes) == 3, "of all six tokens: what is found need not be computed"
+    assert again.block_hashes[:2] == ahead.block_hashes
+
+
+def test_a_sequence_that_ends_before_another_group_is_ready_stays():
+    ids, counts = move(Moving(asks_after=1), ready_after=99)
+    assert ids == ["r", "r~1~ahead1"] and counts == {"resumed": 0, "moved": 0}
+
+
+def test_a_sequence_without_a_token_moves_at_once():
+    ids, counts = move(Moving(asks_after=0))
+    assert ids == ["r", "r~1"] and counts["moved"] == 1
+
+
+def test_a_group_that_is_lost_while_it_is_made_ready_is_not_the_last():
+    ids, counts = move(Moving(asks_after=1, ahead_fails=[GroupLost("gone")]))
+    assert ids == ["r", "r~1~ahead1", "r~1~ahead2", "r~1"] and counts["moved"] == 1
+
+
+def test_where_no_group_can_be_made_ready_the_sequence_stays():
+    ids, counts = move(Moving(asks_after=1, ahead_fails=[EngineDead("no group could take it")]))
+    assert ids == ["r", "r~1~ahead1"] and counts["moved"] == 0
+
+
+def test_a_group_whose_time_is_over_is_no_loss_that_counts():
+    ids, counts = move(Moving(asks_after=1, ends_after=3), ready_after=99, limit=0)
+    assert ids == ["r", "r~1~ahead1", "r~1"] and counts == {"resumed": 1, "moved": 0}
+
+
+def test_leaving_early_ends_what_was_asked_of_another_group():
+    async def leave():
+        engine = Moving(asks_after=1)
+        outputs = ResumingEngine(engine, 3, lambda request: None).generate(REQUEST)
+        await anext(outputs)
+        await anext(outputs)
+        assert engine.open == {"r", "r~1~ahead1"}
+        await outputs.aclose()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return engine
+
+    assert not asyncio.run(leave()).open

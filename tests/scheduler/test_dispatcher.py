@@ -71,6 +71,40 @@ def test_a_lost_group_names_what_it_took_along():
     d.check_integrity()
 
 
+def test_a_group_that_drains_keeps_what_it_has_and_gets_no_more():
+    d = Dispatcher()
+    for name in ("g1", "g2"):
+        d.add_group(name, "m", GroupCapacity(window=8), now=0.0)
+    d.submit(request("a"), 0.0)
+    ((group, _),) = ids(d.dispatch(1.0)).items()
+    other = {"g1": "g2", "g2": "g1"}[group]
+    d.drain_group(group)
+    for name in "bcd":
+        d.submit(request(name), 1.0)
+    assert ids(d.dispatch(1.0)) == {other: ["b", "c", "d"]}
+    d.drain_group(other)
+    d.submit(request("e"), 2.0)
+    assert d.dispatch(2.0) == {} and d.group_of("a") == group, "with no group left, it waits"
+    d.remove_group(group)
+    d.add_group("new", "m", GroupCapacity(window=8), now=3.0)
+    assert ids(d.dispatch(3.0)) == {"new": ["e"]}
+    d.check_integrity()
+
+
+def test_the_prefixes_of_a_group_that_drains_draw_nobody_there():
+    d = Dispatcher()
+    chain = tuple(b"%016d" % i for i in range(10))
+    for name in ("warm", "cold"):
+        d.add_group(name, "m", GroupCapacity(window=8), now=0.0, cost=SLOW)
+    assert d.block_events("warm", BlockEvents(1, b"".join(chain), snapshot=True))
+    d.submit(long("a", 200, hashes=chain), 0.0)
+    assert ids(d.dispatch(0.0)) == {"warm": ["a"]}
+    d.drain_group("warm")
+    d.submit(long("b", 200, hashes=chain), 0.0)
+    assert ids(d.dispatch(0.0)) == {"cold": ["b"]}
+    d.check_integrity()
+
+
 def test_a_group_that_registers_again_keeps_its_requests():
     d = Dispatcher()
     d.submit(request("resent"), 0.0)
@@ -290,7 +324,9 @@ def test_a_low_priority_is_not_passed_for_ever():
 
 events = st.lists(
     st.tuples(
-        st.sampled_from(["submit", "cancel", "finish", "up", "down", "dispatch", "report", "blocks", "expire"]),
+        st.sampled_from(
+            ["submit", "cancel", "finish", "up", "down", "drain", "dispatch", "report", "blocks", "expire"]
+        ),
         st.integers(0, 9),
     ),
     max_size=60,
@@ -302,7 +338,7 @@ events = st.lists(
 def test_every_request_ends_once_and_the_books_balance_after_every_event(events):
     limit = 4
     d = tenants(Tenant("t0", max_concurrent_requests=limit), Tenant("t1", requests_per_minute=5), max_queued_requests=6)
-    known, placed, numbers, admitted = {}, {}, {}, []
+    known, placed, numbers, admitted, draining = {}, {}, {}, [], set()
     chains = [tuple(b"%08d%08d" % (n % 3, i) for i in range(n)) for n in range(10)]
     for step, (event, n) in enumerate(events):
         now, group = 5.0 * step, f"g{n % 3}"
@@ -326,6 +362,10 @@ def test_every_request_ends_once_and_the_books_balance_after_every_event(events)
         elif event == "up" and not d.has_group(group):
             d.add_group(group, "m", GroupCapacity(2, kv_tokens=500), now, cost=SLOW)
             numbers[group] = 0
+            draining.discard(group)
+        elif event == "drain" and d.has_group(group):
+            d.drain_group(group)
+            draining.add(group)
         elif event == "down":
             for lost in d.remove_group(group):
                 assert placed.pop(lost) == group
@@ -337,6 +377,7 @@ def test_every_request_ends_once_and_the_books_balance_after_every_event(events)
             assert d.block_events(group, BlockEvents(numbers[group], b"".join(chains[n]), snapshot=True))
         elif event == "dispatch":
             for at, batch in d.dispatch(now).items():
+                assert at not in draining
                 for r in batch:
                     assert r.request_id in known and r.request_id not in placed
                     placed[r.request_id] = at

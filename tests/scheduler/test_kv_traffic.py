@@ -64,6 +64,8 @@ class Traffic(Run):
             self.num_fetched += count
             scheduler.end_fetch(order.fetch_id, count)
         if scheduler.publisher is not None:
+            if self.rng.random() < 0.1:
+                scheduler.publish_running()
             scheduler.publisher.sweep()
             self.publishing += [(p, rng.randint(0, 20)) for p in scheduler.publisher.take()]
             for item in list(self.publishing):
@@ -97,7 +99,7 @@ class Traffic(Run):
         for _ in range(limit):
             busy = self.scheduler.has_unfinished() or self.in_flight or self.fetching or self.publishing
             self.step()
-            if not busy and not self.fetching and not self.publishing:
+            if not busy and not self.fetching and not self.publishing and not self.scheduler.is_publishing:
                 break
         else:
             raise AssertionError(f"not done after {limit} steps: {self.scheduler.stats()}")

@@ -1,0 +1,90 @@
+"""Worker groups leave a real server one after the other while 20 requests a second come: nobody notices."""
+
+import json
+import time
+
+import httpx
+import pytest
+from fake_engine import byte_tokenizer
+from steady_load import SteadyLoad, answer
+from transformers import PreTrainedTokenizerFast
+
+from pagedray.cluster import cli
+
+pytestmark = pytest.mark.serve
+
+JOBS = [
+    {"prompt": "One, two,", "temperature": 0, "max_tokens": 24},
+    {"prompt": "abc" * 40, "temperature": 1.0, "seed": 5, "n": 2, "presence_penalty": 0.5, "max_tokens": 16},
+    {"prompt": "x" * 300, "temperature": 0.8, "seed": 7, "max_tokens": 1500, "logprobs": 1},  # runs for seconds
+    {"prompt": "Dear", "temperature": 0, "stop": ["zq"], "max_tokens": 40, "min_tokens": 8},
+    {"prompt": "y", "temperature": 1.0, "seed": 1, "max_tokens": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tiny_llama, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    model = tiny_llama(vocab_size=300, max_position_embeddings=2048, initializer_range=0.1, eos_token_id=299)
+    model.save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(start_server, tiny_folder, tmp_path_factory):
+    config = {
+        "model_loading_config": {"model_id": "tiny", "model_source": str(tiny_folder)},
+        "engine_kwargs": {"dtype": "float32", "cpu_threads": 1, "kv_cache_memory": "64MiB", "max_num_seqs": 64},
+        "deployment_config": {"num_replicas": 2},
+    }
+    path = tmp_path_factory.mktemp("config") / "config.yaml"
+    path.write_text(json.dumps({"llm_configs": [config]}))
+    server = start_server(str(path))
+    wait_until(lambda: len(groups(server)) == 2, 60)
+    return server
+
+
+def groups(server):
+    return {g["id"] for g in httpx.get(f"{server.url}/groups", timeout=30).json()["data"] if not g["draining"]}
+
+
+def wait_until(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not so within {seconds} s"
+        time.sleep(0.1)
+
+
+def command(*argv):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(argv)
+    return exit_.value.code or 0
+
+
+@pytest.mark.timeout(240)
+def test_every_group_is_drained_by_hand_at_20_requests_a_second(server, capsys):
+    before = groups(server)
+    expected = [answer(server.url, job) for job in JOBS]
+    with SteadyLoad(server.url, JOBS, expected, rate=20.0) as load:
+        time.sleep(2.0)
+        for group in sorted(before):
+            assert command("drain", group, "--url", server.url) == 0
+            wait_until(lambda: len(groups(server)) == 2, 90)
+        time.sleep(1.0)
+    assert not load.wrong, f"{len(load.wrong)} of {load.num_done}: {load.wrong[:3]}"
+    assert load.num_done > 100 and not before & groups(server)
+    assert server.metric("pagedray:request_moved_total") > 0
+    assert server.metric("pagedray:request_failed_total") == 0
+    server.wait_idle(10)
+    assert "has left" in capsys.readouterr().out
+
+
+def test_what_cannot_be_drained_is_named(server, capsys):
+    assert command("drain", "--url", server.url) == 0
+    out = capsys.readouterr().out
+    assert all(group in out for group in groups(server)) and "0 running, 0 waiting" in out
+    assert command("drain", "none-such", "--url", server.url) == 2
+    assert "no worker group begins with 'none-such'" in capsys.readouterr().err
+    assert httpx.post(f"{server.url}/groups/none/drain", timeout=30).status_code == 404
+    assert httpx.post(f"{server.url}/groups/none/drain?timeout=nan", timeout=30).status_code == 400
