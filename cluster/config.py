@@ -8,6 +8,7 @@
     scheduler: {max_queued_requests: 1024}
     tenants:                                          # without any, everybody may do everything
       - {name: acme, api_keys: [sk-…], weight: 2.0, requests_per_minute: 600}
+    tenants: /etc/pagedray/tenants.yaml               # or they stand in a file of their own, with keys that are secret
 
 What Serve LLM takes and we can honor is taken; the rest is refused with its path and the reason, never dropped in
 silence. Settings of vLLM's engine that change nothing here are taken with one logged line.
@@ -93,7 +94,10 @@ class ApplicationConfig:
             if replicas > ingress.get("num_replicas", 0) and "autoscaling_config" not in ingress:
                 ingress["num_replicas"] = replicas
         scheduler = _read(_Scheduler, root.scheduler, "scheduler")
-        tenants = tuple(_tenant(raw, f"tenants[{i}]", seen) for i, raw in enumerate(root.tenants))
+        listed = root.tenants
+        if isinstance(listed, str):
+            listed = _read(_TenantsFile, _load(Path(listed), "tenants"), listed).tenants
+        tenants = tuple(_tenant(raw, f"tenants[{i}]", seen) for i, raw in enumerate(listed))
         names = [t.name for t in tenants]
         if twice := next((n for n in names if names.count(n) > 1), None):
             raise ConfigError(f"tenants has {twice!r} twice: names must differ")
@@ -140,8 +144,19 @@ class _Application(_Section):
     ingress: dict[str, Any] = {}
     ingress_deployment_config: dict[str, Any] = {}  # Serve LLM's name for `ingress`
     scheduler: dict[str, Any] = {}
-    tenants: list[Any] = []
+    tenants: Any = []
     refused = {"ingress_cls_config": "PagedRay has its own ingress"}
+
+    @field_validator("tenants")
+    @classmethod
+    def _list_or_path(cls, value: Any) -> Any:
+        if isinstance(value, list) or (isinstance(value, str) and value):
+            return value
+        raise ValueError("must be a list of tenants, or the path of a file that has one")
+
+
+class _TenantsFile(_Section):
+    tenants: Annotated[list[Any], Field(min_length=1)]  # none would let everybody in
 
 
 class _Scheduler(_Section):
@@ -528,7 +543,7 @@ def read_config_file(path: str | Path) -> ConfigFile:
     return ConfigFile(args, listen)
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load(path: Path, key: str = "llm_configs") -> dict[str, Any]:
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
@@ -538,7 +553,7 @@ def _load(path: Path) -> dict[str, Any]:
     except _DuplicateKey as error:
         raise ConfigError(f"{path}: {error}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a mapping with llm_configs")
+        raise ConfigError(f"{path} must hold a mapping with {key}")
     return content
 
 

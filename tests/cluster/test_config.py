@@ -376,3 +376,27 @@ def test_tenants_are_read_and_their_keys_are_not_kept():
 def test_wrong_tenants_are_refused(tenants, message):
     with pytest.raises(ConfigError, match=message):
         ApplicationConfig.parse(ApplicationConfig.for_model("m") | {"tenants": tenants})
+
+
+def test_tenants_may_stand_in_a_file_of_their_own(tmp_path):
+    """As a Kubernetes Secret is mounted: its keys stand in no manifest."""
+    secret = tmp_path / "tenants.yaml"
+    secret.write_text("tenants:\n  - {name: acme, api_keys: [sk-secret-key]}\n")
+    args = ApplicationConfig.for_model("m") | {"tenants": str(secret)}
+    assert ApplicationConfig.parse(args) == ApplicationConfig.parse(
+        ApplicationConfig.for_model("m") | {"tenants": [{"name": "acme", "api_keys": ["sk-secret-key"]}]}
+    )
+    for content, message in (
+        ("tenants: []", "tenants.yaml.tenants .*at least 1"),
+        ("[]", "tenants.yaml must hold a mapping with tenants"),
+        ("tenant: []", "tenants.yaml.tenant is not a setting; did you mean tenants"),
+        ("tenants: [{name: a, weight: 0}]", r"tenants\[0\].weight"),
+    ):
+        secret.write_text(content)
+        with pytest.raises(ConfigError, match=message):
+            ApplicationConfig.parse(args)
+    secret.unlink()
+    with pytest.raises(ConfigError, match="tenants.yaml: No such file"):
+        ApplicationConfig.parse(args)
+    with pytest.raises(ConfigError, match="tenants must be a list of tenants, or the path of a file"):
+        ApplicationConfig.parse(args | {"tenants": 3})
