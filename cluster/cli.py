@@ -144,6 +144,7 @@ def _parser() -> _Parser:
     serve.add_argument("--served-model-name", metavar="NAME", help="the model's id in the API")
     serve.add_argument("--num-replicas", type=int, metavar="N", help="worker groups")
     serve.add_argument("--max-queued-requests", type=int, metavar="N", help="waiting requests, over which: 429")
+    serve.add_argument("--files-path", type=Path, metavar="FOLDER", help="of /v1/files and /v1/batches; without: none")
     serve.add_argument(
         "--ray-address", metavar="ADDRESS", help="a Ray cluster that runs (default: RAY_ADDRESS, or none)"
     )
@@ -301,7 +302,11 @@ def _serve(args: argparse.Namespace) -> int:
     if args.model and args.model.endswith((".yaml", ".yml")):
         given = [
             *kwargs,
-            *(n for n in ("served_model_name", "num_replicas", "max_queued_requests", *READERS) if getattr(args, n)),
+            *(
+                n
+                for n in ("served_model_name", "num_replicas", "max_queued_requests", "files_path", *READERS)
+                if getattr(args, n)
+            ),
         ]
         if given:
             raise ConfigError(f"--{given[0].replace('_', '-')} does not go with a config: say it in {args.model}")
@@ -322,6 +327,8 @@ def _serve(args: argparse.Namespace) -> int:
             arguments["llm_configs"][0]["deployment_config"] = {"num_replicas": args.num_replicas}
         if args.max_queued_requests is not None:
             arguments["scheduler"] = {"max_queued_requests": args.max_queued_requests}
+        if args.files_path is not None:
+            arguments["files"] = {"path": str(args.files_path.expanduser().absolute())}
     options = local_server.ServerOptions(
         host=args.host or http.get("host") or "127.0.0.1",
         port=args.port if args.port is not None else http.get("port", 8000),

@@ -6,6 +6,7 @@
         deployment_config: {num_replicas: 2}          # Ray Serve's deployment options
     ingress: {num_replicas: 1}                        # Ray Serve's deployment options
     scheduler: {max_queued_requests: 1024}
+    files: {path: /var/lib/pagedray}                  # of /v1/files and /v1/batches, there with it
     tenants:                                          # without any, everybody may do everything
       - {name: acme, api_keys: [sk-…], weight: 2.0, requests_per_minute: 600}
     tenants: /etc/pagedray/tenants.yaml               # or they stand in a file of their own, with keys that are secret
@@ -29,6 +30,7 @@ from ..scheduler.errors import ConfigError
 from ..scheduler.names import nearest
 from ..scheduler.tenants import Tenant, TenantDirectory, hash_key
 from ..workers.config import EngineConfig
+from .openai.file_store import FileOptions
 from .text.reasoning import READERS
 
 logger = logging.getLogger(__name__)
@@ -66,6 +68,7 @@ class ApplicationConfig:
     ingress: dict[str, Any] = field(default_factory=dict)  # options of the ingress deployment that the user set
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     tenants: tuple[Tenant, ...] = ()
+    files: FileOptions | None = None
 
     @classmethod
     def parse(cls, args: Any) -> "ApplicationConfig":
@@ -102,7 +105,8 @@ class ApplicationConfig:
         if twice := next((n for n in names if names.count(n) > 1), None):
             raise ConfigError(f"tenants has {twice!r} twice: names must differ")
         TenantDirectory(tenants)  # says where two have the same key
-        return cls(tuple(models), ingress, SchedulerOptions(**scheduler.model_dump()), tenants)
+        files = _files(root.files) if root.files else None
+        return cls(tuple(models), ingress, SchedulerOptions(**scheduler.model_dump()), tenants, files)
 
     @staticmethod
     def for_model(model: str, served_model_name: str | None = None, engine_kwargs: dict | None = None) -> dict:
@@ -145,6 +149,7 @@ class _Application(_Section):
     ingress_deployment_config: dict[str, Any] = {}  # Serve LLM's name for `ingress`
     scheduler: dict[str, Any] = {}
     tenants: Any = []
+    files: dict[str, Any] = {}
     refused = {"ingress_cls_config": "PagedRay has its own ingress"}
 
     @field_validator("tenants")
@@ -163,6 +168,23 @@ class _Scheduler(_Section):
     max_queued_requests: int = Field(SchedulerOptions.max_queued_requests, ge=1)
     max_queue_seconds: float = Field(SchedulerOptions.max_queue_seconds, gt=0)
     migration_limit: int = Field(SchedulerOptions.migration_limit, ge=0)
+
+
+class _Files(_Section):
+    path: str = Field(min_length=1)
+    max_file_bytes: int = Field(FileOptions.max_file_bytes, ge=1)
+    max_tenant_bytes: int = Field(FileOptions.max_tenant_bytes, ge=1)
+    max_tenant_files: int = Field(FileOptions.max_tenant_files, ge=1)
+    max_batch_requests: int = Field(FileOptions.max_batch_requests, ge=1)
+    batch_concurrency: int = Field(FileOptions.batch_concurrency, ge=1)
+    max_running_batches: int = Field(FileOptions.max_running_batches, ge=1)
+
+
+def _files(raw: dict[str, Any]) -> FileOptions:
+    options = FileOptions(**_read(_Files, raw, "files").model_dump())
+    if not Path(options.path).expanduser().is_absolute():  # an ingress has a working folder of its own
+        raise ConfigError(f"files.path must be an absolute path, not {options.path!r}")
+    return options
 
 
 class _TenantSection(_Section):

@@ -22,8 +22,11 @@ from .global_scheduler import ClusterStats
 from .group_routes import add_group_routes
 from .http_server import HttpServer, ListenAddress
 from .metrics import RequestMetrics
+from .openai.batch_runner import BatchRunner
+from .openai.batch_store import BatchStore
 from .openai.engine_client import EngineClient, ServedModel
-from .openai.router import build_app
+from .openai.file_store import FileStore
+from .openai.router import MAX_BODY_BYTES, build_app
 from .openai.tenancy import caller
 from .resume import ResumingEngine
 from .text.tokenizer import Tokenizer
@@ -48,7 +51,9 @@ class MeasuredEngine:
         """Identity comes from the key alone. A salt that the caller asks for narrows the tenant's, never widens it."""
         tenant = caller()
         salt, size = tenant.salt(request.cache_salt), self.block_size(request.model)
-        hashes = hash_prompt(request.prompt_token_ids, size, root_hash(request.model, salt)) if size else ()
+        hashes: tuple[bytes, ...] = ()
+        if size and not request.reads_prompt:
+            hashes = hash_prompt(request.prompt_token_ids, size, root_hash(request.model, salt))
         return replace(request, tenant=tenant.name, cache_salt=salt, block_hashes=hashes)
 
     async def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
@@ -107,6 +112,9 @@ class Ingress:
         self.cluster = ClusterStats({}, ())
         self.block_sizes: dict[str, int] = {}  # by model, as their groups have it
         self.models = {m.model_id: await asyncio.to_thread(self._load, m) for m in config.models}
+        self.tenants = TenantDirectory(config.tenants)
+        self.engine = self._make_engine()
+        self.batches = self._make_batches()
         self._refresher = asyncio.create_task(self._refresh_for_ever())
         self.http = HttpServer(self.__serve_build_asgi_app__(), listen) if listen else None
 
@@ -124,7 +132,7 @@ class Ingress:
             reasoning_parser=model.reasoning_parser,
         )
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    def _make_engine(self) -> MeasuredEngine:
         block_size = lambda model: self.block_sizes.get(model, 0)  # noqa: E731
         resuming = ResumingEngine(
             self.client,
@@ -133,13 +141,23 @@ class Ingress:
             lambda request: self.metrics.moved.labels(request.model).inc(),
             block_size,
         )
+        return MeasuredEngine(resuming, self.metrics, block_size)
+
+    def _make_batches(self) -> BatchRunner | None:
+        if self.config.files is None:
+            return None
+        store = BatchStore(FileStore(self.config.files))
+        return BatchRunner(store, self.engine, self._models, self.tenants.find, MAX_BODY_BYTES)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
         app = build_app(
             models=self._models,
-            engine=MeasuredEngine(resuming, self.metrics, block_size),
+            engine=self.engine,
             health=self._health,
             metrics=self._render_metrics,
-            tenants=TenantDirectory(self.config.tenants),
+            tenants=self.tenants,
             limits=lambda tenant: self.client.rate_limits.get(tenant.name),
+            batches=self.batches,
         )
         add_group_routes(app, self.client, lambda: not self.config.tenants or caller().operator)
         return app
@@ -154,6 +172,8 @@ class Ingress:
             self.http.check()
 
     async def __del__(self) -> None:
+        if self.batches is not None:
+            await self.batches.close()
         if self.http is not None:
             await self.http.close()
 

@@ -9,6 +9,7 @@ says something every `BEAT_SECONDS`, and gives the other up after `SILENCE_SECON
 """
 
 import asyncio
+import base64
 import hmac
 import json
 import secrets
@@ -65,12 +66,21 @@ def encode(frame: TokenFrame) -> bytes:
             o.num_cached_tokens,
             o.moving,
             [(at.logprob, at.top) for at in o.logprobs],
+            *_rare(o),
         )
         for o in frame.outputs
     ]
     failures = [(request_id, *encode_error(e)) for request_id, e in frame.failures]
     body = json.dumps((outputs, failures)).encode()
     return _SIZE.pack(len(body)) + body
+
+
+def _rare(output: SequenceOutput) -> tuple[Any, ...]:
+    """What hardly any output has: not a byte for the others."""
+    if not output.prompt_logprobs and not output.embedding:
+        return ()
+    embedding = base64.b64encode(output.embedding).decode()
+    return [(at.logprob, at.top) for at in output.prompt_logprobs], embedding
 
 
 def decode(body: bytes | bytearray) -> TokenFrame:
@@ -80,16 +90,21 @@ def decode(body: bytes | bytearray) -> TokenFrame:
             SequenceOutput(
                 request_id,
                 tuple(token_ids),
-                tuple(TokenLogprobs(value, tuple((t, v) for t, v in top)) for value, top in logprobs),
-                finish_reason,
+                _logprobs(logprobs),
+                reason,
                 stop_token_id,
-                num_cached_tokens,
+                num_cached,
                 moving,
+                *((_logprobs(rare[0]), base64.b64decode(rare[1])) if rare else ()),
             )
-            for request_id, token_ids, finish_reason, stop_token_id, num_cached_tokens, moving, logprobs in outputs
+            for request_id, token_ids, reason, stop_token_id, num_cached, moving, logprobs, *rare in outputs
         ),
         tuple((request_id, decode_error(name, args)) for request_id, name, args in failures),
     )
+
+
+def _logprobs(raw: Sequence[Any]) -> tuple[TokenLogprobs, ...]:
+    return tuple(TokenLogprobs(value, tuple((t, v) for t, v in top)) for value, top in raw)
 
 
 def encode_error(error: PagedRayError) -> tuple[str, Sequence[Any]]:

@@ -255,7 +255,8 @@ class Dispatcher:
     def _entry(self, request: Request, tenant: Tenant, now: float) -> _Entry:
         self._num_submitted += 1
         arrived = now - request.age
-        key = arrived + tenant.priority(request.priority) * self.options.priority_weight, self._num_submitted
+        priority = tenant.priority(request.priority, request.background)
+        key = arrived + priority * self.options.priority_weight, self._num_submitted
         return _Entry(request, tenant, arrived, now, key)
 
     def _reckon(self, entry: _Entry, pool: _Pool, now: float) -> None:
@@ -433,7 +434,7 @@ class Dispatcher:
 def _as_sent(entry: _Entry, urgent: bool, choice: Choice) -> Request:
     """The request as its group gets it: what to fetch, its priority within the class, and a level better for a tenant
     that has less than its share. So its group, too, computes it first: it waits for nobody else's long prompt."""
-    priority = entry.tenant.priority(entry.request.priority) - urgent
+    priority = entry.tenant.priority(entry.request.priority, entry.request.background) - urgent
     if priority == entry.request.priority and choice.source is None:
         return entry.request
     return replace(entry.request, priority=priority, kv_source=choice.source)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .request import SamplingParams, TokenLogprobs
+from .request import Pooling, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,13 +14,14 @@ class NewSequence:
     num_prompt_tokens: int
     sampling: SamplingParams
     index: int  # which of the n choices; part of the draw's counter
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
     """A sequence's share of a step: compute `num_tokens` tokens starting at `num_computed_tokens`.
 
-    `sample` is set when these reach the sequence's last token, so that a next one is drawn.
+    `sample` is set when these reach the sequence's last token, so that a next one is drawn, or its states are pooled.
     """
 
     seq_id: int
@@ -48,9 +49,17 @@ class SampledToken:
     seq_id: int
     token_id: int
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PooledSequence:
+    seq_id: int
+    embedding: bytes  # fp32, little endian
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     step_id: int
     tokens: tuple[SampledToken, ...]
+    pooled: tuple[PooledSequence, ...] = ()

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from json import dumps
-from typing import Any
+from typing import Any, Literal
 
 from .errors import InvalidRequest
 from .kv_fetch import KVSource
@@ -13,6 +13,9 @@ MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 4
 MAX_SEED = 2**63 - 1
+
+# How the hidden states of a prompt's tokens, after the last layer and its norm, become one: their mean, or the last's.
+Pooling = Literal["mean", "last"]
 
 
 def _number(name: str, value: Any, low: float, high: float) -> float:
@@ -96,6 +99,7 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; k: the chosen token's and the k likeliest ones'
+    prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -125,8 +129,9 @@ class SamplingParams:
         _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(f"min_tokens ({self.min_tokens}) is over max_tokens ({self.max_tokens})", "min_tokens")
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         bias = {}
         for token, value in (self.logit_bias or {}).items():
             bias[_integer("logit_bias", token, 0, 2**31 - 1)] = _number("logit_bias", value, -100, 100)
@@ -159,16 +164,23 @@ class Request:
     model: str = ""
     index: int = 0
     priority: int = 0  # lower goes first, as in vLLM
+    background: bool = False  # of a batch: what anybody waits for goes first
     tenant: str = "default"
     cache_salt: str = ""  # requests share cached prefixes only with the same salt
     block_hashes: tuple[bytes, ...] = ()  # of the prompt's full blocks; without them it is placed by load alone
     ttft_target: float | None = None  # seconds to the first token, past which it is worth nothing
+    pooling: Pooling | None = None  # its embedding is wanted, and no token
     kv_source: KVSource | None = None  # where its group should fetch blocks from; the global scheduler says
     # Of one that goes on after its worker group was lost: the tokens it has made, how many groups were lost with it
     # (it was admitted long ago, and keeps its place), and the seconds since it came.
     output_token_ids: tuple[int, ...] = ()
     attempt: int = 0
     age: float = 0.0
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Every position of the prompt tells something, so none may be taken from a prefix cache."""
+        return self.pooling == "mean" or self.sampling.prompt_logprobs is not None
 
     @property
     def num_tokens(self) -> int:
@@ -183,7 +195,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one generated position, from the model's distribution before any sampling setting.
+    """Log-probabilities of one token, from the model's distribution before any sampling setting.
 
     `top` holds the `logprobs` likeliest (token id, logprob), likeliest first. Values are finite.
     """
@@ -196,7 +208,8 @@ class TokenLogprobs:
 class SequenceOutput:
     """What one sequence gained in one step. The last one of a sequence has a `finish_reason`.
 
-    finish_reason: "stop" (end of sequence or a stop token, which is the last of `token_ids`), "length", "abort".
+    finish_reason: "stop" (end of sequence or a stop token, which is the last of `token_ids`; a prompt that is pooled),
+    "length", "abort".
     """
 
     request_id: str
@@ -206,3 +219,5 @@ class SequenceOutput:
     stop_token_id: int | None = None  # the stop_token_ids entry that ended it, None for end-of-sequence
     num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
     moving: bool = False  # no news: its group will leave, and asks that the sequence go on at another one
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with the first output: of the prompt's tokens but the first
+    embedding: bytes = b""  # of a request with `pooling`: fp32, little endian, of length 1

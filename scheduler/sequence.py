@@ -55,6 +55,11 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
 
+    @property
+    def reads_prompt(self) -> bool:
+        """What its prompt's positions tell is still wanted: it goes out with the first token."""
+        return self.request.reads_prompt and not self.num_output_tokens
+
     def extend_hashes(self, block_size: int) -> None:
         """Hash the full blocks that have come about since the last call."""
         if len(self.block_hashes) < len(self.token_ids) // block_size:

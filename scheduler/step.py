@@ -242,6 +242,8 @@ class StepScheduler:
 
     def _wanted_hashes(self, seq: Sequence) -> list[BlockHash]:
         """Of the blocks that it could share. The last token is always computed: its logits are what it came for."""
+        if seq.reads_prompt:
+            return []
         seq.extend_hashes(self.block_size)
         return seq.block_hashes[: (len(seq.token_ids) - 1) // self.block_size]
 
@@ -372,27 +374,22 @@ class StepScheduler:
     # -- update -------------------------------------------------------------------------------------------------------
 
     def update(self, result: StepResult) -> list[SequenceOutput]:
-        """Take in the tokens that a step drew and end the sequences that are done.
+        """Take in what a step drew and pooled, and end the sequences that are done.
 
-        Tokens of sequences that were aborted meanwhile are dropped.
+        What came of sequences that were aborted meanwhile is dropped.
         """
         outputs = []
         _, sharers = self._in_flight.pop(result.step_id)
         for sharer in sharers:
             sharer.num_in_flight -= 1
         for sampled in result.tokens:
-            seq = self._by_seq_id.get(sampled.seq_id)
-            if seq is None or not seq.awaits_token or seq.last_step != result.step_id:
+            seq = self._awaiting(sampled.seq_id, result.step_id)
+            if seq is None:
                 continue
-            seq.awaits_token = False
             seq.token_ids.append(sampled.token_id)
             finish_reason, stop_token_id = self._finish_reason(seq)
-            wanted = seq.seq_id in self._to_publish
-            if self.publisher is not None and (seq.num_output_tokens == 1 or finish_reason or wanted):
-                computed = seq.block_hashes[: seq.num_computed_tokens // self.block_size]
-                num_seen = len(computed) if wanted else (seq.num_cached_tokens or 0) // self.block_size
-                self.publisher.computed(computed, num_seen)
-                self._to_publish.discard(seq.seq_id)
+            if seq.num_output_tokens == 1 or finish_reason or seq.seq_id in self._to_publish:
+                self._publish(seq)
             outputs.append(
                 SequenceOutput(
                     request_id=seq.request.request_id,
@@ -401,12 +398,42 @@ class StepScheduler:
                     finish_reason=finish_reason,
                     stop_token_id=stop_token_id,
                     num_cached_tokens=seq.num_cached_tokens or 0,
+                    prompt_logprobs=sampled.prompt_logprobs,
                 )
             )
             if finish_reason:
                 self._running.remove(seq)
                 self._forget(seq)
+        for pooled in result.pooled:
+            seq = self._awaiting(pooled.seq_id, result.step_id)
+            if seq is None:
+                continue
+            self._publish(seq)
+            cached, request_id = seq.num_cached_tokens or 0, seq.request.request_id
+            outputs.append(
+                SequenceOutput(
+                    request_id, (), finish_reason="stop", num_cached_tokens=cached, embedding=pooled.embedding
+                )
+            )
+            self._running.remove(seq)
+            self._forget(seq)
         return outputs
+
+    def _awaiting(self, seq_id: int, step_id: int) -> Sequence | None:
+        """The sequence, if this step is the one whose result it waits for; then it waits no longer."""
+        seq = self._by_seq_id.get(seq_id)
+        if seq is None or not seq.awaits_token or seq.last_step != step_id:
+            return None
+        seq.awaits_token = False
+        return seq
+
+    def _publish(self, seq: Sequence) -> None:
+        if self.publisher is None:
+            return
+        computed = seq.block_hashes[: seq.num_computed_tokens // self.block_size]
+        wanted = seq.seq_id in self._to_publish
+        self.publisher.computed(computed, len(computed) if wanted else (seq.num_cached_tokens or 0) // self.block_size)
+        self._to_publish.discard(seq.seq_id)
 
     def _finish_reason(self, seq: Sequence) -> tuple[str | None, int | None]:
         sampling, token = seq.request.sampling, seq.token_ids[-1]
@@ -488,4 +515,7 @@ def _key(seq: Sequence) -> tuple[float, int]:
 
 
 def _in_full(seq: Sequence) -> NewSequence:
-    return NewSequence(seq.seq_id, tuple(seq.token_ids), seq.num_prompt_tokens, seq.request.sampling, seq.request.index)
+    request = seq.request
+    return NewSequence(
+        seq.seq_id, tuple(seq.token_ids), seq.num_prompt_tokens, request.sampling, request.index, request.pooling
+    )

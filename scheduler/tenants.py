@@ -63,9 +63,10 @@ class Tenant:
             salt = hashlib.sha256(b"pagedray cache salt" + self.key_hashes[0].encode()).hexdigest()
             object.__setattr__(self, "cache_salt", salt)
 
-    def priority(self, asked: int) -> int:
-        """A request's priority, moved into the tenant's class."""
-        return PRIORITY_CLASSES[self.priority_class] + max(-MAX_PRIORITY_IN_CLASS, min(MAX_PRIORITY_IN_CLASS, asked))
+    def priority(self, asked: int, background: bool = False) -> int:
+        """A request's priority, moved into the tenant's class; into the class of batches where it is of one."""
+        base = PRIORITY_CLASSES["batch" if background else self.priority_class]
+        return base + max(-MAX_PRIORITY_IN_CLASS, min(MAX_PRIORITY_IN_CLASS, asked))
 
     def salt(self, asked: str) -> str:
         """The salt of a request's prefixes. What it asks for narrows who shares them, and never widens it."""
@@ -100,6 +101,11 @@ class TenantDirectory:
     def get(self, name: str) -> Tenant:
         """The tenant of that name; for one that is not declared, a tenant without limits."""
         return self._tenants.get(name) or (self._default if name == DEFAULT_TENANT else Tenant(name))
+
+    def find(self, name: str) -> Tenant | None:
+        """The tenant of that name that may call now; None where there is no such any more."""
+        known = name in self._tenants or (name == DEFAULT_TENANT and not self._owners)
+        return self.get(name) if known else None
 
     def authenticate(self, api_key: str | None) -> Tenant:
         """The tenant whose key this is. Raises `InvalidApiKey` where keys are configured and this is none of them.

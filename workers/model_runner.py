@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from ..kernels import ops
-from ..scheduler.plan import NewSequence, SampledToken, StepPlan, StepResult
-from ..scheduler.request import SamplingParams
+from ..scheduler.plan import NewSequence, PooledSequence, SampledToken, StepPlan, StepResult
+from ..scheduler.request import Pooling, SamplingParams, TokenLogprobs
 from .cuda import DecodeGraphs
 from .models.decoder import Decoder
 from .parallel import RankGroup
+from .prompt_reader import PromptReader
 from .sampler import MatcherFactory, Sampler, TokenMatcher
 
 
@@ -26,13 +27,23 @@ class SequenceState:
     token_ids: list[int]
     block_ids: list[int]
     matcher: TokenMatcher | None = None
+    pooling: Pooling | None = None
+    reader: PromptReader | None = None  # until the prompt is computed, where its positions are wanted
 
     @classmethod
     def of(cls, new: NewSequence, make_matcher: MatcherFactory | None) -> "SequenceState":
         state = cls(new.sampling, new.index, new.num_prompt_tokens, list(new.token_ids), [])
         if new.sampling.structured_outputs and make_matcher:
             state.matcher = make_matcher(new.sampling.structured_outputs, new.token_ids[new.num_prompt_tokens :])
+        state.pooling, num_logprobs = new.pooling, new.sampling.prompt_logprobs
+        if (new.pooling or num_logprobs is not None) and len(new.token_ids) == new.num_prompt_tokens:
+            state.reader = PromptReader(new.token_ids, new.pooling, num_logprobs)
         return state
+
+    @property
+    def draws(self) -> bool:
+        """Its tokens are generated, not pooled."""
+        return self.pooling is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +53,7 @@ class StepInputs:
     token_ids: Tensor  # [num_tokens] int64
     positions: Tensor  # [num_tokens] int64
     attention: ops.AttentionMetadata
-    sample_rows: Tensor  # [num_sampled] int64: the rows whose logits are wanted
+    sample_rows: Tensor  # [num_sampled] int64: the rows from which a token is drawn
 
 
 class ModelRunner:
@@ -75,7 +86,6 @@ class ModelRunner:
         Raises `RankLost` where another rank is waited for in vain.
         """
         self._apply(plan)
-        sampled = [s.seq_id for s in plan.scheduled if s.sample]
         shard, group = self.model.shard, self.group
         nothing = StepResult(plan.step_id, ()) if shard.samples else None
         if not plan.scheduled:
@@ -88,16 +98,50 @@ class ModelRunner:
         if group is not None and not shard.last_stage:
             group.send_hidden(plan.step_id, hidden)
             return None
+        pooled, prompt_logprobs = self._read_prompts(plan, hidden)
+        sampled = [s.seq_id for s in plan.scheduled if s.sample and self.states[s.seq_id].draws]
         if not sampled:
-            return nothing
-        logits = self.model.logits(hidden[inputs.sample_rows])
-        if group is not None:
-            whole = group.gather_logits(logits)
-            if whole is None:
-                return None
-            logits = whole
+            return StepResult(plan.step_id, (), pooled) if shard.samples else None
+        logits = self._logits(hidden[inputs.sample_rows])
+        if logits is None:
+            return None
         tokens, logprobs = self.sampler.sample(logits, [self.states[s] for s in sampled])
-        return StepResult(plan.step_id, tuple(map(SampledToken, sampled, tokens, logprobs)))
+        return StepResult(
+            plan.step_id,
+            tuple(
+                SampledToken(seq_id, token, at, prompt_logprobs.get(seq_id, ()))
+                for seq_id, token, at in zip(sampled, tokens, logprobs, strict=True)
+            ),
+            pooled,
+        )
+
+    def _logits(self, hidden: Tensor) -> Tensor | None:
+        """Of hidden states [n, hidden]: [n, vocab] in fp32 on the rank that samples, None on others of its stage."""
+        logits = self.model.logits(hidden)
+        return logits if self.group is None else self.group.gather_logits(logits)
+
+    def _read_prompts(
+        self, plan: StepPlan, hidden: Tensor
+    ) -> tuple[tuple[PooledSequence, ...], dict[int, tuple[TokenLogprobs, ...]]]:
+        """Let those read this step's rows [num_tokens, hidden] who want them; what the prompts that end here told.
+
+        All ranks of the last stage do so, in the plan's order: logits are theirs together.
+        """
+        pooled: list[PooledSequence] = []
+        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+        row = 0
+        for share in plan.scheduled:
+            state = self.states[share.seq_id]
+            if state.reader is not None:
+                state.reader.read(hidden[row : row + share.num_tokens], share.num_computed_tokens, self._logits)
+                if share.sample and state.pooling:
+                    pooled.append(PooledSequence(share.seq_id, state.reader.embedding()))
+                elif share.sample:
+                    logprobs[share.seq_id] = tuple(state.reader.logprobs)
+                if share.sample:
+                    state.reader = None
+            row += share.num_tokens
+        return tuple(pooled), logprobs
 
     def _forward(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
         if self.model.shard.first_stage or self.group is None:
@@ -145,7 +189,8 @@ class ModelRunner:
         rows = np.repeat(np.arange(len(shares)), lengths)
         slots = block_tables[rows, positions // self.block_size].astype(np.int64) * self.block_size
         slots += positions % self.block_size
-        sample_rows = query_start[1:][[s.sample for s in shares]] - 1
+        drawn = [s.sample and state.draws for s, state in zip(shares, states, strict=True)]
+        sample_rows = query_start[1:][drawn] - 1
         return StepInputs(
             token_ids=self._tensor(token_ids),
             positions=self._tensor(positions),

@@ -65,9 +65,8 @@ class Sampler:
                 state.matcher.accept(token)
         logprobs: list[TokenLogprobs | None] = [None] * len(states)
         if model_logits is not None:
-            for i, row_logprobs in zip(
-                asked, _logprobs(model_logits, tokens[asked], [states[i] for i in asked]), strict=True
-            ):
+            counts = [states[i].sampling.logprobs or 0 for i in asked]
+            for i, row_logprobs in zip(asked, token_logprobs(model_logits, tokens[asked], counts), strict=True):
                 logprobs[i] = row_logprobs
         return tokens.tolist(), logprobs
 
@@ -112,13 +111,13 @@ class Sampler:
         )
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, states: Sequence[SamplingState]) -> list[TokenLogprobs]:
-    most = max(s.sampling.logprobs or 0 for s in states)
-    chosen, top_values, top_ids = ops.log_probs(logits, tokens, min(most, logits.shape[-1]))
-    rows = zip(chosen.tolist(), top_ids.tolist(), top_values.tolist(), states, strict=True)
+def token_logprobs(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> list[TokenLogprobs]:
+    """Of tokens [n] in logits [n, vocab], each with the `counts[i]` likeliest of its row."""
+    chosen, top_values, top_ids = ops.log_probs(logits, tokens, min(max(counts), logits.shape[-1]))
+    rows = zip(chosen.tolist(), top_ids.tolist(), top_values.tolist(), counts, strict=True)
     return [
-        TokenLogprobs(logprob, _chosen_first(token, logprob, ids, values)[: s.sampling.logprobs])
-        for token, (logprob, ids, values, s) in zip(tokens.tolist(), rows, strict=True)
+        TokenLogprobs(logprob, _chosen_first(token, logprob, ids, values)[:count])
+        for token, (logprob, ids, values, count) in zip(tokens.tolist(), rows, strict=True)
     ]
 
 

@@ -27,6 +27,7 @@ class ChoiceDelta:
     text_offsets: Sequence[int]
     finish_reason: str | None
     stop_reason: str | int | None
+    prompt_logprobs: Sequence[TokenLogprobs] = ()  # with the first delta
 
 
 class Generation:
@@ -99,6 +100,7 @@ class Generation:
                     delta.text_offsets,
                     delta.finish_reason,
                     delta.stop_reason if delta.stop_reason is not None else output.stop_token_id,
+                    output.prompt_logprobs,
                 )
                 if delta.finish_reason is not None:
                     return

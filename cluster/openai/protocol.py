@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ...scheduler.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, PagedRayError
 from ...scheduler.names import nearest
-from ...scheduler.request import MAX_LOGPROBS, Request, SamplingParams, StructuredOutputsParams
+from ...scheduler.request import MAX_LOGPROBS, Pooling, Request, SamplingParams, StructuredOutputsParams
 from ..text.grammar import check_grammar
 from ..text.tool_calls import required_schema
 from .engine_client import ServedModel
@@ -437,7 +437,7 @@ class ResponsesRequest(Body):
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
-    """The four forms of `prompt` as one: a list whose elements are texts or lists of token ids."""
+    """The four forms of `prompt`, and of an embedding's `input`, as one: a list of texts or lists of token ids."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -462,13 +462,41 @@ class CompletionRequest(GenerationRequest):
 
     def _check_fields(self) -> None:
         super()._check_fields()
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest("echo together with logprobs is not supported by this server", "logprobs")
         if self.max_tokens == 0 and self.min_tokens:
             raise InvalidRequest(f"min_tokens ({self.min_tokens}) is over max_tokens (0)", "min_tokens")
 
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    def sampling(self, *args: Any, **kwargs: Any) -> SamplingParams:
+        sampling = super().sampling(*args, **kwargs)
+        return sampling.clone(prompt_logprobs=self.logprobs) if self.echo else sampling
+
+
+MAX_INPUTS = 2048  # of one call for embeddings, as OpenAI has it
+
+
+class EmbeddingRequest(Body):
+    input: Annotated[Any, BeforeValidator(_prompts)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Int | None = None
+    user: str | None = None
+    pooling: Pooling | None = None  # ours: how the states of an input's tokens become one; "last" where left out
+    # vLLM's
+    add_special_tokens: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: str | None = None
+
+    def _check_fields(self) -> None:
+        if self.dimensions is not None:
+            raise InvalidRequest("dimensions is not supported: an embedding is as long as a hidden state", "dimensions")
+        if len(self.input) > MAX_INPUTS:
+            raise InvalidRequest(f"input must have at most {MAX_INPUTS} items, not {len(self.input)}", "input")
+        extra = self.model_extra or {}
+        if extra.get("truncate_prompt_tokens") is not None:
+            raise InvalidRequest("truncate_prompt_tokens is not supported by this server", "truncate_prompt_tokens")
+        if unknown := extra.keys() - {"truncate_prompt_tokens"}:
+            logger.warning("ignored unknown fields of a request: %s", short(sorted(unknown)))
 
 
 # What a pydantic error type asks for, in this API's words.
@@ -577,6 +605,24 @@ class Completion(BaseModel):
     choices: list[CompletionChoice]
     usage: Usage
     system_fingerprint: None = None
+
+
+class Embedding(BaseModel):
+    object: str = "embedding"
+    index: int
+    embedding: list[float] | str  # text: base64 of fp32, little endian
+
+
+class EmbeddingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(BaseModel):
+    object: str = "list"
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
 
 
 class ModelCard(BaseModel):

@@ -10,20 +10,12 @@ from starlette.exceptions import HTTPException
 
 from ...scheduler.errors import PagedRayError
 from ...scheduler.tenants import RateLimits, Tenant, TenantDirectory
-from .chat import chat_completions
-from .completions import completions
+from .batch_runner import BatchRunner
+from .batches import add_batch_routes
+from .endpoints import ENDPOINTS, answer
 from .engine_client import EngineClient, ServedModel
-from .protocol import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    ModelCard,
-    ModelList,
-    ResponsesRequest,
-    error_envelope,
-    resolve_model,
-)
-from .responses import responses
+from .files import add_file_routes
+from .protocol import DetokenizeRequest, ModelCard, ModelList, error_envelope, resolve_model
 from .tenancy import TenantGate
 from .tokenize import detokenize, parse_tokenize, tokenize
 from .transport import ErrorEnvelopes, json_response, read_json
@@ -48,12 +40,13 @@ def build_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     tenants: TenantDirectory | None = None,
     limits: Callable[[Tenant], RateLimits | None] = lambda tenant: None,
+    batches: BatchRunner | None = None,
 ) -> FastAPI:
     """The OpenAI-compatible API over `engine`.
 
     `models` is asked at each request, so models may come and go. `health` raises a `PagedRayError` where the service
     could not answer now; `metrics` gives Prometheus's text format. Who calls is in `tenancy.current_tenant`; `limits`
-    gives what is left to a tenant.
+    gives what is left to a tenant. Without `batches` there are neither files nor batches.
 
     A request without `model` goes to the only model that is served. An error before the first token has its own HTTP
     status, in a stream too; one after it is a stream's last event.
@@ -67,22 +60,13 @@ def build_app(
         message = f"{error.detail}: {request.method} {request.url.path[:200]}"
         return JSONResponse(error_envelope(_HTTPError(message)), error.status_code, error.headers)
 
-    @app.post("/v1/chat/completions")
-    async def create_chat_completion(request: Request) -> Response:
-        raw = await read_json(request, max_body_bytes)
-        body = ChatCompletionRequest.parse(raw)
-        return await chat_completions(body, resolve_model(body.model, models()), engine, request.receive)
+    def add_endpoint(path: str) -> None:
+        @app.post(path)
+        async def create(request: Request) -> Response:
+            return await answer(path, await read_json(request, max_body_bytes), models(), engine, request.receive)
 
-    @app.post("/v1/completions")
-    async def create_completion(request: Request) -> Response:
-        raw = await read_json(request, max_body_bytes)
-        body = CompletionRequest.parse(raw)
-        return await completions(body, resolve_model(body.model, models()), engine, request.receive)
-
-    @app.post("/v1/responses")
-    async def create_response(request: Request) -> Response:
-        body = ResponsesRequest.parse(await read_json(request, max_body_bytes))
-        return await responses(body, resolve_model(body.model, models()), engine, request.receive)
+    for path in ENDPOINTS:
+        add_endpoint(path)
 
     @app.post("/tokenize")
     async def create_tokens(request: Request) -> Response:
@@ -116,4 +100,7 @@ def build_app(
     async def read_version() -> Response:
         return JSONResponse({"version": version("pagedray")})
 
+    if batches is not None:
+        add_file_routes(app, batches.store.files)
+        add_batch_routes(app, batches, max_body_bytes)
     return app

@@ -39,7 +39,7 @@ async def tokenize(body: ChatCompletionRequest | CompletionRequest, model: Serve
     if isinstance(body, ChatCompletionRequest):
         ids = await chat_token_ids(body, model)
     else:
-        ids = await prompt_token_ids(body.prompt[0], body, model)
+        ids = await prompt_token_ids(body.prompt[0], body.add_special_tokens is not False, model, "prompt")
     texts = [model.tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
     return json_response(Tokens(count=len(ids), max_model_len=model.max_model_len, tokens=list(ids), token_strs=texts))
 

@@ -46,5 +46,8 @@ def start_server(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(start_server, demo_model):
-    return start_server(str(demo_model), "--served-model-name", "demo", "--max-model-len", "2048")
+def server(start_server, demo_model, tmp_path_factory):
+    files = str(tmp_path_factory.mktemp("files"))
+    return start_server(
+        str(demo_model), "--served-model-name", "demo", "--max-model-len", "2048", "--files-path", files
+    )

@@ -1,6 +1,7 @@
 """An engine that says what a test tells it, and a tiny byte-level tokenizer to say it in."""
 
 import asyncio
+import struct
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from functools import cache
 
@@ -78,7 +79,14 @@ class FakeEngine:
         self.requests.append(request)
         self.running.add(request.request_id)
         count, reason, stop_token = 0, None, None
+        k = sampling.prompt_logprobs
+        told = () if k is None else tuple(self._logprobs(t, k) for t in request.prompt_token_ids[1:])
         try:
+            if request.pooling:
+                await asyncio.sleep(0)
+                reason = "stop"
+                yield SequenceOutput(request.request_id, (), (), reason, embedding=self.embed(request))
+                return
             for step in self.script(request):
                 if isinstance(step, Exception):
                     raise step
@@ -106,13 +114,20 @@ class FakeEngine:
                     reason,
                     stop_token,
                     self.num_cached_tokens,
+                    prompt_logprobs=told,
                 )
+                told = ()
                 if reason:
                     return
         finally:
             self.running.discard(request.request_id)
             if reason is None:
                 self.aborted.append(request.request_id)
+
+    @staticmethod
+    def embed(request: Request) -> bytes:
+        """Three numbers: how it was pooled, how long the prompt was, and a third."""
+        return struct.pack("<3f", float(request.pooling == "mean"), len(request.prompt_token_ids), 1 / 3)
 
     @staticmethod
     def _logprobs(token: int, k: int) -> TokenLogprobs:

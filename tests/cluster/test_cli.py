@@ -96,7 +96,7 @@ def test_help(command, capsys, monkeypatch):
 def test_flags_become_arguments(served, capsys):
     flags = "--host 0.0.0.0 --port 0 --served-model-name mine --max_model_len 64 --kv-cache-memory-bytes 1048576"
     more = "--no-enable-prefix-caching --num-replicas 2 --max-queued-requests 9 --ray-address auto --start-timeout 5"
-    more += " -tp 2 -pp 3 --tensor-parallel-weights 2,1.5 --pipeline-stage-layers 3,2,1"
+    more += " --files-path /a/b -tp 2 -pp 3 --tensor-parallel-weights 2,1.5 --pipeline-stage-layers 3,2,1"
     assert run(capsys, "serve", "org/name", *flags.split(), *more.split())[0] == 0
     arguments, options = served[0]
     assert options == ServerOptions("0.0.0.0", 0, "auto", 5.0)
@@ -117,6 +117,7 @@ def test_flags_become_arguments(served, capsys):
             }
         ],
         "scheduler": {"max_queued_requests": 9},
+        "files": {"path": "/a/b"},
     }
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from pagedray.cluster import config as module
 from pagedray.cluster.config import ApplicationConfig, SchedulerOptions, read_config, read_config_file
+from pagedray.cluster.openai.file_store import FileOptions
 from pagedray.scheduler.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -48,6 +49,7 @@ def test_a_whole_config():
         ],
         "ingress": {"num_replicas": 2, "max_ongoing_requests": 100},
         "scheduler": {"max_queued_requests": 7, "max_queue_seconds": 3},
+        "files": {"path": "/a", "max_file_bytes": 5, "batch_concurrency": 2},
     }
     before = copy.deepcopy(args)
     config = ApplicationConfig.parse(args)
@@ -62,6 +64,7 @@ def test_a_whole_config():
     assert b.deployment == {"num_replicas": 2}
     assert config.ingress == {"num_replicas": 2, "max_ongoing_requests": 100}
     assert config.scheduler == SchedulerOptions(7, 3)
+    assert config.files == FileOptions("/a", max_file_bytes=5, batch_concurrency=2)
     assert args == before, "the arguments are only read"
 
 
@@ -72,6 +75,7 @@ def test_what_is_left_out_or_empty_has_its_default():
     assert config == ApplicationConfig.parse(one())
     assert config.models[0].deployment == config.ingress == {}
     assert config.scheduler == SchedulerOptions()
+    assert config.files is None
 
 
 @pytest.mark.parametrize(
@@ -163,6 +167,9 @@ def test_what_is_left_out_or_empty_has_its_default():
             {**one(), "scheduler": {"max_queued_requests": 0}},
             "scheduler.max_queued_requests must be greater than or equal",
         ),
+        ({**one(), "files": {"path": "a"}}, "files.path must be an absolute path, not 'a'"),
+        ({**one(), "files": {"path": "/a", "max_file_bytes": 0}}, "files.max_file_bytes must be greater than"),
+        ({**one(), "files": {"max_file_bytes": 1}}, "files.path is missing"),
         ({**one(), "scheduler": {"max_queued": 1}}, "scheduler.max_queued is not a setting; did you mean"),
         (
             {**one(), "ingress": {"max_ongoing_requests": 1.5}},

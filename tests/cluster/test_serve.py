@@ -54,6 +54,58 @@ def test_seeded_choices_differ_from_each_other_and_repeat(client):
     assert len(set(first)) > 1
 
 
+def test_embeddings_tell_what_is_alike(client):
+    texts = ["The cat sleeps on the sofa.", "A cat is sleeping on the couch.", "Interest rates rose by two percent."]
+    for pooling in ("mean", "last"):
+        answer = client.embeddings.create(model="demo", input=texts, extra_body={"pooling": pooling})
+        alike, other = (_dot(answer.data[0].embedding, answer.data[i].embedding) for i in (1, 2))
+        assert _dot(answer.data[0].embedding, answer.data[0].embedding) == pytest.approx(1.0, abs=1e-3)
+        assert len(answer.data[0].embedding) == 576 and alike > other
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens > 15
+
+
+def _dot(a, b):
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def test_a_text_tells_how_likely_it_is(client):
+    def ask(prompt, max_tokens):
+        wish = dict(model="demo", prompt=prompt, logprobs=2, max_tokens=max_tokens, temperature=0, seed=0)
+        return client.completions.create(**wish, extra_body={"add_special_tokens": False}, echo=True).choices[0]
+
+    grown = ask("The capital of France is", 6)
+    told = ask(grown.text, 0).logprobs
+    assert told.tokens == grown.logprobs.tokens and told.token_logprobs[0] is None
+    # The same whether the tokens were read or made: in bf16 not to the last bit.
+    assert told.token_logprobs[1:] == pytest.approx(grown.logprobs.token_logprobs[1:], abs=0.15)
+    assert "".join(told.tokens) == grown.text and told.text_offset == grown.logprobs.text_offset
+
+
+def test_a_batch_is_answered_in_the_background(client, server):
+    lines = [
+        {
+            "custom_id": f"r{i}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": f"{i} and", "max_tokens": 8, "temperature": 0},
+        }
+        for i in range(12)
+    ]
+    content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+    deadline = time.monotonic() + 120
+    while (batch := client.batches.retrieve(batch.id)).status != "completed":
+        assert batch.status in ("validating", "in_progress", "finalizing") and time.monotonic() < deadline, batch
+        time.sleep(0.2)
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (12, 0)
+    answers = map(json.loads, client.files.content(batch.output_file_id).text.splitlines())
+    texts = {a["custom_id"]: a["response"]["body"]["choices"][0]["text"] for a in answers}
+    plain = client.completions.create(model="demo", **lines[3]["body"])
+    assert len(texts) == 12 and texts["r3"] == plain.choices[0].text
+    server.wait_idle(10)
+
+
 def test_models_health_and_metrics(client, server):
     assert [m.id for m in client.models.list()] == ["demo"]
     assert httpx.get(f"{server.url}/health").status_code == 200

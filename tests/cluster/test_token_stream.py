@@ -64,7 +64,8 @@ def test_a_frame_comes_back_as_it_was(frame):
 
 def test_every_field_of_an_output_travels():
     ended = {"finish_reason": "stop", "stop_token_id": 1, "num_cached_tokens": 16}
-    full = output("a", 1, logprobs=(TokenLogprobs(-1.5),), moving=True, **ended)
+    rare = {"prompt_logprobs": (TokenLogprobs(-0.5, ((3, -0.25),)),), "embedding": b"\0\1"}
+    full = output("a", 1, logprobs=(TokenLogprobs(-1.5),), moving=True, **ended, **rare)
     unset = [f.name for f in dataclasses.fields(full) if getattr(full, f.name) == f.default]
     assert not unset, "a new field: say it above, and in `encode` and `decode`"
     assert decode(encode(TokenFrame((full,)))[4:]).outputs == (full,)

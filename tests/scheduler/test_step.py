@@ -1,13 +1,14 @@
 """StepScheduler: properties over random arrivals, then the cases that froze or starved other engines."""
 
 from collections import deque
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedray.scheduler.errors import ConfigError, ContextLengthExceeded, InvalidRequest
-from pagedray.scheduler.plan import SampledToken, StepResult
+from pagedray.scheduler.plan import PooledSequence, SampledToken, StepResult
 from pagedray.scheduler.request import Request, SamplingParams
 from pagedray.scheduler.step import StepScheduler
 
@@ -34,6 +35,8 @@ class Run:
         self.next_token = next_token
         self.tokens = {}  # request id -> prompt and output
         self.finish = {}
+        self.pooling = set()  # seq_ids
+        self.embeddings = {}
         self.first_step = {}  # request id -> the step of its first token
         self.token_steps = {}
         self.ranks = {}  # seq_id -> token ids, as a rank would know them
@@ -67,6 +70,13 @@ class Run:
             del self.ranks[seq_id], self.blocks[seq_id]
         for new in plan.new:
             assert new.seq_id not in self.ranks
+            if new.pooling:
+                self.pooling.add(new.seq_id)
+            if new.pooling == "mean" or (
+                new.sampling.prompt_logprobs is not None and not new.token_ids[new.num_prompt_tokens :]
+            ):
+                first = next(s for s in plan.scheduled if s.seq_id == new.seq_id)
+                assert first.num_computed_tokens == 0, "positions that were to be read come from a cache"
             self.ranks[new.seq_id], self.blocks[new.seq_id] = list(new.token_ids), []
         for share in plan.scheduled:
             self.ranks[share.seq_id] += share.new_token_ids
@@ -76,7 +86,7 @@ class Run:
             tokens, blocks = self.ranks[share.seq_id], self.blocks[share.seq_id]
             for i in range(share.num_computed_tokens, share.num_computed_tokens + share.num_tokens):
                 self.kv[blocks[i // s.block_size], i % s.block_size] = tuple(tokens[: i + 1])
-        drawn = []
+        drawn, pooled = [], []
         for share in plan.scheduled:
             tokens, blocks = self.ranks[share.seq_id], self.blocks[share.seq_id]
             for i in range(share.num_computed_tokens + share.num_tokens):
@@ -84,9 +94,11 @@ class Run:
                     "wrong KV is read"
                 )
             assert share.sample == (share.num_computed_tokens + share.num_tokens == len(tokens))
-            if share.sample:
+            if share.sample and share.seq_id in self.pooling:
+                pooled.append(PooledSequence(share.seq_id, bytes(tokens)))
+            elif share.sample:
                 drawn.append(SampledToken(share.seq_id, self.next_token(tokens)))
-        self.in_flight.append(StepResult(plan.step_id, tuple(drawn)))
+        self.in_flight.append(StepResult(plan.step_id, tuple(drawn), tuple(pooled)))
 
     def take_in(self, result):
         for output in self.scheduler.update(result):
@@ -94,6 +106,7 @@ class Run:
             self.tokens[output.request_id] += output.token_ids
             self.first_step.setdefault(output.request_id, result.step_id)
             self.token_steps.setdefault(output.request_id, []).append(result.step_id)
+            self.embeddings[output.request_id] = output.embedding
             if output.finish_reason:
                 self.finish[output.request_id] = output.finish_reason
         self.scheduler.check_integrity()
@@ -137,7 +150,9 @@ def workloads(draw):
             st.lists(st.integers(1, 4), min_size=prompt_len - shared, max_size=prompt_len - shared)
         )
         max_tokens = draw(st.none() | st.integers(1, max_model_len - prompt_len))
-        requests.append(request(i, prompt, max_tokens, priority=draw(st.integers(0, 2))))
+        told = draw(st.sampled_from([None, None, None, 0]))
+        req = request(i, prompt, max_tokens, priority=draw(st.integers(0, 2)), prompt_logprobs=told)
+        requests.append(replace(req, pooling=draw(st.sampled_from([None, None, None, "mean", "last"]))))
     return dict(
         scheduler=dict(
             num_blocks=num_blocks,
@@ -176,7 +191,9 @@ def test_every_request_ends_with_its_own_tokens_and_all_blocks_come_back(work):
     run.to_the_end()
     for req in work["requests"]:
         if req.request_id not in aborted:
-            assert run.tokens[req.request_id] == alone(req, scheduler.max_model_len)
+            right = list(req.prompt_token_ids) if req.pooling else alone(req, scheduler.max_model_len)
+            assert run.tokens[req.request_id] == right
+            assert run.embeddings[req.request_id] == (bytes(right) if req.pooling else b"")
             assert run.finish[req.request_id] in ("stop", "length")
 
 
@@ -428,3 +445,31 @@ def expected_chaotic(prompt, count):
     for _ in range(count):
         tokens.append(chaotic_no_eos(tokens))
     return tokens
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_what_is_pooled_ends_with_its_prompt_and_cached_positions_are_read_again(max_in_flight):
+    driver = Run(make(max_num_batched_tokens=16, max_in_flight=max_in_flight))
+    driver.add(request("first", 40, max_tokens=2))
+    driver.to_the_end()
+    for name, pooling in (("mean", "mean"), ("last", "last")):
+        driver.add(Request(name, tuple(range(1, 41)), SamplingParams(max_tokens=1, seed=0), pooling=pooling))
+    driver.add(request("told", 40, max_tokens=3, prompt_logprobs=0))
+    driver.add(request("other", [9] * 30, max_tokens=2))
+    driver.to_the_end()
+    for name in ("mean", "last"):
+        assert driver.embeddings[name] == bytes(range(1, 41)) and driver.finish[name] == "stop"
+        assert len(driver.tokens[name]) == 40
+    assert driver.tokens["told"][40:] == [7] * 3 and driver.tokens["other"][30:] == [7] * 2
+    assert driver.first_step["last"] < driver.first_step["mean"], "its prefix was there"
+
+
+def test_what_is_pooled_survives_preemption():
+    driver = Run(make(num_blocks=24, max_num_batched_tokens=16))
+    driver.add(Request("pooled", tuple(range(1, 81)), SamplingParams(max_tokens=1, seed=0), pooling="mean"), 100.0)
+    for _ in range(3):
+        driver.step()
+    driver.add(request("urgent", [9] * 60, max_tokens=4), 0.0)
+    driver.to_the_end()
+    assert driver.scheduler.stats().num_preemptions == 1
+    assert driver.embeddings["pooled"] == bytes(range(1, 81)) and driver.tokens["urgent"][60:] == [7] * 4

@@ -193,7 +193,6 @@ def test_logprobs_of_held_back_tokens_are_kept(api, events):
         ("complete", {"logprobs": 21}, "logprobs"),
         ("complete", {"logprobs": -1}, "logprobs"),
         ("complete", {"logprobs": True}, "logprobs"),
-        ("complete", {"logprobs": 1, "echo": True}, "logprobs"),
     ],
 )
 def test_logprobs_refused(api, kind, fields, param):
