@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from ..scheduler.errors import EngineDead, GroupLost, PagedRayError
+from ..scheduler.errors import EngineDead, GroupLost, PagedRayError, ReaderTooSlow
 from ..scheduler.request import Request, SequenceOutput
 from ..scheduler.tenants import RateLimits, Tenant
 from .channel import Channel, ChannelAddress, ChannelBroken
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _SCHEDULER_PATIENCE = 30.0  # seconds without the global scheduler before requests that need it fail
 _RECONNECT_SECONDS = 0.1
+_MAX_UNREAD = 4096  # outputs of a sequence that wait for its reader; then it is dropped
 
 
 class _Stream:
@@ -176,11 +177,23 @@ class ClusterClient:
             stream = self._streams.get(output.request_id)
             if stream is not None and stream.group_id in (None, group_id):
                 stream.group_id = group_id  # the scheduler's word may come after the first token
-                stream.news.put_nowait(output)
+                if stream.news.qsize() < _MAX_UNREAD:
+                    stream.news.put_nowait(output)
+                else:
+                    self._drop(stream)
             elif stream is None and output.finish_reason is None:
                 self._abandon(output.request_id)  # its end, or the first word of it, got lost on the way
         for request_id, failure in frame.failures:
             self._put(request_id, failure)
+
+    def _drop(self, stream: _Stream) -> None:
+        """Nobody takes what it brings: keep none of it, and let its group forget it."""
+        while not stream.news.empty():
+            stream.news.get_nowait()
+        too_slow = f"{_MAX_UNREAD} pieces of the answer were not read, so no more is made"
+        stream.news.put_nowait(ReaderTooSlow(too_slow))
+        stream.group_id = "none"  # what still comes is not for it
+        self._abandon(stream.request.request_id)
 
     def _fail_group(self, group_id: str) -> None:
         for stream in self._streams.values():

@@ -12,11 +12,10 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ..scheduler.errors import ConfigError, EngineDead
+from .connections import Connection, ConnectionLimits, sweep
 
-_KEEP_ALIVE_SECONDS = 90  # for a connection without a request, as Serve's proxy has it
 _DRAIN_SECONDS = 15  # for open streams when the ingress is taken away; Serve kills it after 20
 _BACKLOG = 2048
-_MAX_CONNECTIONS = 4096  # over it: 503; the queue's bound is the scheduler's
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +27,23 @@ class ListenAddress:
 class HttpServer:
     """Serves `app` on the event loop that runs; several ingresses of this machine share the port."""
 
-    def __init__(self, app: ASGIApp, address: ListenAddress):
+    def __init__(self, app: ASGIApp, address: ListenAddress, limits: ConnectionLimits | None = None):
         """Begin to listen. Raises `ConfigError` where another program does already."""
+        limits = limits or ConnectionLimits()
         config = uvicorn.Config(
             app,
+            http=type("LimitedConnection", (Connection,), {"limits": limits}),
             lifespan="off",
             access_log=False,
             log_config=None,
             server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_keep_alive=int(limits.idle),
             timeout_graceful_shutdown=_DRAIN_SECONDS,
-            limit_concurrency=_MAX_CONNECTIONS,
+            limit_concurrency=limits.total,
         )
         self._server = uvicorn.Server(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[_listen(address)]))
+        self._sweeper = asyncio.create_task(sweep(self._server.server_state.connections))
 
     def check(self) -> None:
         """Raise where it no longer serves."""
@@ -52,6 +54,7 @@ class HttpServer:
         """Take no new connection, and wait a while for the streams that are open."""
         self._server.should_exit = True
         await asyncio.wait([self._task], timeout=_DRAIN_SECONDS + 1)
+        self._sweeper.cancel()
 
 
 def _listen(address: ListenAddress) -> socket.socket:

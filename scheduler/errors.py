@@ -3,7 +3,8 @@
     PagedRayError                    500  internal_error
     ├── InvalidRequest               400  the client's fault: names the parameter
     │   ├── ContextLengthExceeded    400  prompt and max_tokens do not fit the context
-    │   └── ModelNotFound            404  no such model here
+    │   ├── ModelNotFound            404  no such model here
+    │   └── ReaderTooSlow            408  an answer was not taken as fast as it was made, and its buffer is full
     ├── InvalidApiKey                401  keys are configured, and this is none of them
     ├── Overloaded                   429  a queue is at its bound; carries Retry-After
     │   ├── RateLimited              429  the tenant has used what its limits allow
@@ -54,6 +55,11 @@ class ContextLengthExceeded(InvalidRequest):
 class ModelNotFound(InvalidRequest):
     status = 404
     code = "model_not_found"
+
+
+class ReaderTooSlow(InvalidRequest):
+    status = 408
+    code = "reader_too_slow"
 
 
 class Overloaded(PagedRayError):

@@ -27,7 +27,7 @@ class NoSuchObject(InvalidRequest):
     status = 404
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FileOptions:
     """Where files are kept, and how much of what."""
 

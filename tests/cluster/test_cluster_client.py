@@ -11,7 +11,7 @@ from pagedray.cluster.channel import ChannelServer
 from pagedray.cluster.cluster_client import ClusterClient
 from pagedray.cluster.global_scheduler import SILENCE_SECONDS, GlobalScheduler, GroupInfo, GroupReport
 from pagedray.cluster.token_stream import TokenFrame, TokenServer
-from pagedray.scheduler.errors import EngineDead, GroupLost, InvalidRequest, Overloaded
+from pagedray.scheduler.errors import EngineDead, GroupLost, InvalidRequest, Overloaded, ReaderTooSlow
 from pagedray.scheduler.placement import GroupCapacity
 from pagedray.scheduler.request import Request, SamplingParams, SequenceOutput
 
@@ -398,5 +398,25 @@ def test_a_group_that_falls_silent_is_given_up():
         assert (await cluster.scheduler.stats()).groups == ()
         answer.cancel()
         watch.cancel()
+
+    run(test)
+
+
+def test_a_reader_that_falls_behind_is_dropped(monkeypatch):
+    monkeypatch.setattr(cluster_client, "_MAX_UNREAD", 5)
+
+    async def test():
+        cluster = Cluster()
+        leader = FakeLeader()
+        await cluster.add_group(leader)
+        outputs = cluster.client.generate(request("slow", range(300)))
+        assert (await anext(outputs)).token_ids == (299,)
+        other = asyncio.create_task(collect(cluster.client, request("quick", range(200))))
+        await until(lambda: leader.aborted == ["slow"])
+        assert cluster.client._streams["slow"].news.qsize() == 1, "what nobody reads is kept"
+        with pytest.raises(ReaderTooSlow):
+            await anext(outputs)
+        assert await other == list(range(200))[::-1]
+        assert not cluster.client._streams
 
     run(test)

@@ -9,6 +9,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
+from pagedray.cluster.connections import ConnectionLimits
 from pagedray.cluster.http_server import HttpServer, ListenAddress
 from pagedray.cluster.local_server import free_port
 from pagedray.scheduler.errors import ConfigError, EngineDead
@@ -95,3 +96,152 @@ def test_open_streams_end_before_it_leaves_and_new_connections_are_refused(addre
             await closing
 
     run(test)
+
+
+# -- what a client may hold
+
+
+def endless(ended):
+    """An application whose one answer never ends; `ended` gets what became of it."""
+
+    async def stream(request):
+        async def parts():
+            try:
+                while True:
+                    yield "x" * 1000
+                    await asyncio.sleep(0)
+            finally:
+                ended.append(True)
+
+        return StreamingResponse(parts())
+
+    async def take(request):
+        return PlainTextResponse(str(len(await request.body())))
+
+    return Starlette(routes=[Route("/", stream), Route("/take", take, methods=["POST"])])
+
+
+async def connect(address):
+    for _ in range(100):
+        try:
+            return await asyncio.open_connection("127.0.0.1", address.port)
+        except ConnectionRefusedError:
+            await asyncio.sleep(0.02)
+    raise AssertionError("nobody listens")
+
+
+async def until(condition, seconds=15):
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def held(**limits):
+    """Runs `test(address, server, ended)` against a server with these limits."""
+
+    def decorate(test):
+        def run_it(address):
+            async def main():
+                ended = []
+                server = HttpServer(endless(ended), address, ConnectionLimits(**limits))
+                try:
+                    await test(address, server, ended)
+                finally:
+                    server._server.force_exit = True
+                    await server.close()
+
+            run(main)
+
+        run_it.__name__ = test.__name__
+        return run_it
+
+    return decorate
+
+
+@held(unread=0.5)
+async def test_a_reader_that_takes_nothing_is_dropped(address, server, ended):
+    reader, writer = await connect(address)
+    writer.transport.pause_reading()
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    other_reader, other = await connect(address)  # one that reads is left alone
+    other.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+
+    async def read_on():
+        while not ended:
+            await other_reader.read(1 << 20)
+
+    await asyncio.wait_for(read_on(), 15)
+    assert len(ended) == 1 and len(server._server.server_state.connections) == 1
+    assert await other_reader.read(100)
+    other.close()
+    writer.close()
+
+
+@held(idle=1.0)
+async def test_a_connection_without_a_request_is_ended(address, server, ended):
+    begun = [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\nX: "]
+    connections = [await connect(address) for _ in begun]
+    for (_, writer), start in zip(connections, begun, strict=True):
+        writer.write(start)
+    drip = connections[-1][1]
+    for _ in range(400):
+        if not server._server.server_state.connections and _ > 5:
+            break
+        drip.write(b"x")
+        await asyncio.sleep(0.03)
+    assert not server._server.server_state.connections
+    for _, writer in connections:
+        writer.close()
+
+
+@held(body=0.5, idle=60.0)
+async def test_a_body_that_does_not_come_is_not_waited_for(address, server, ended):
+    reader, writer = await connect(address)
+    writer.write(b"POST /take HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n12345")
+    await until(lambda: server._server.server_state.connections)
+    await until(lambda: not server._server.server_state.connections)
+    assert await reader.read() == b""
+    writer.close()
+
+
+@held(head_bytes=20_000)
+async def test_an_endless_head_is_cut_off(address, server, ended):
+    for start in (b"GET /", b"GET / HTTP/1.1\r\nX: "):
+        reader, writer = await connect(address)
+        writer.write(start)
+        with pytest.raises(OSError):
+            for _ in range(1000):
+                writer.write(b"x" * 10_000)
+                await writer.drain()
+                await asyncio.sleep(0.002)
+        writer.close()
+    reader, writer = await connect(address)  # a large body is no head
+    writer.write(b"POST /take HTTP/1.1\r\nHost: x\r\nContent-Length: 200000\r\n\r\n" + b"x" * 200_000)
+    assert (await reader.read(15)) == b"HTTP/1.1 200 OK"
+    writer.close()
+
+
+@held(per_address=3)
+async def test_an_address_has_its_share_of_connections(address, server, ended):
+    connections = [await connect(address) for _ in range(3)]
+    await until(lambda: len(server._server.server_state.connections) == 3)
+    reader, writer = await connect(address)
+    refusal = (await reader.read()).decode()
+    assert refusal.startswith("HTTP/1.1 429 ") and '"code": "too_many_connections"' in refusal
+    connections[0][1].close()
+    await until(lambda: len(server._server.server_state.connections) == 2)
+    reader, writer = await connect(address)
+    writer.write(b"POST /take HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\nx")
+    assert (await reader.read(12)) == b"HTTP/1.1 200"
+    for _, other in (*connections, (reader, writer)):
+        other.close()
+
+
+@held(idle=2.0)
+async def test_requests_one_after_another_keep_a_connection(address, server, ended):
+    reader, writer = await connect(address)
+    for _ in range(14):  # longer than it might lie idle
+        writer.write(b"POST /take HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\nx")
+        assert (await reader.readuntil(b"\r\n\r\n1")).startswith(b"HTTP/1.1 200")
+        await asyncio.sleep(0.25)
+    writer.close()
