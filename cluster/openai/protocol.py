@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from json import dumps
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from ...scheduler.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, PagedRayError
 from ...scheduler.names import nearest
@@ -450,10 +450,21 @@ def _prompts(value: Any) -> list[str | list[int]]:
     raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists, and not empty")
 
 
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+Prompts = Annotated[
+    Any,
+    BeforeValidator(_prompts),
+    WithJsonSchema(
+        {"anyOf": [{"type": "string"}, _TEXTS, {**_TOKEN_IDS, "minItems": 1}, {**_TEXTS, "items": _TOKEN_IDS}]}
+    ),
+]
+
+
 class CompletionRequest(GenerationRequest):
     default_max_tokens = 16
 
-    prompt: Annotated[Any, BeforeValidator(_prompts)]
+    prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
@@ -477,7 +488,7 @@ MAX_INPUTS = 2048  # of one call for embeddings, as OpenAI has it
 
 
 class EmbeddingRequest(Body):
-    input: Annotated[Any, BeforeValidator(_prompts)]
+    input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Int | None = None
     user: str | None = None

@@ -15,6 +15,7 @@ from .batches import add_batch_routes
 from .endpoints import ENDPOINTS, answer
 from .engine_client import EngineClient, ServedModel
 from .files import add_file_routes
+from .openapi import document
 from .protocol import DetokenizeRequest, ModelCard, ModelList, error_envelope, resolve_model
 from .tenancy import TenantGate
 from .tokenize import detokenize, parse_tokenize, tokenize
@@ -99,6 +100,10 @@ def build_app(
     @app.get("/version")
     async def read_version() -> Response:
         return JSONResponse({"version": version("pagedray")})
+
+    @app.get("/openapi.json")
+    async def read_document() -> Response:
+        return JSONResponse(document({getattr(route, "path", "").replace(":path", "") for route in app.routes}))
 
     if batches is not None:
         add_file_routes(app, batches.store.files)
