@@ -17,6 +17,8 @@ from .engine_client import EngineClient, ServedModel
 from .protocol import Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage
 from .transport import json_response, until_disconnect
 
+_AT_ONCE = 64  # inputs of a call: the queue of a model would not hold all that it may have
+
 
 async def embeddings(body: EmbeddingRequest, model: ServedModel, engine: EngineClient, receive: Receive) -> Response:
     """One embedding an input, each of length 1. Raises `InvalidRequest` before anything runs."""
@@ -54,8 +56,10 @@ async def embeddings(body: EmbeddingRequest, model: ServedModel, engine: EngineC
 async def _run(engine: EngineClient, requests: Sequence[Request]) -> list[SequenceOutput]:
     """What each request ends with. An error in one of them aborts all."""
 
+    room = asyncio.Semaphore(_AT_ONCE)
+
     async def last(request: Request) -> SequenceOutput:
-        async with aclosing(engine.generate(request)) as outputs:
+        async with room, aclosing(engine.generate(request)) as outputs:
             async for output in outputs:
                 if output.finish_reason is not None:
                     return output

@@ -67,6 +67,19 @@ def test_refusals_name_the_field(api, fields, param):
     assert not api.engine.requests
 
 
+def test_a_call_of_many_inputs_does_not_fill_the_queue(api):
+    at_once = []
+
+    def embed_and_count(request):
+        at_once.append(len(api.engine.running))
+        return b"\0" * 4
+
+    api.engine.embed = embed_and_count
+    answer = embed(api, [[i % 200] for i in range(2048)]).json()
+    assert len(answer["data"]) == answer["usage"]["prompt_tokens"] == 2048
+    assert 1 < max(at_once) <= 64 and not api.engine.running
+
+
 def test_an_empty_input_is_a_bos_where_there_is_one(api):
     assert embed(api, [""]).json()["usage"]["prompt_tokens"] == 1
     assert api.engine.requests[-1].prompt_token_ids == (api.tokenizer.bos_token_id,)
