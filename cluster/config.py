@@ -96,6 +96,7 @@ class ApplicationConfig:
             replicas = section.experimental_configs.get("num_ingress_replicas", 0)
             if replicas > ingress.get("num_replicas", 0) and "autoscaling_config" not in ingress:
                 ingress["num_replicas"] = replicas
+        _share_hub_token(models, ingress)
         scheduler = _read(_Scheduler, root.scheduler, "scheduler")
         listed = root.tenants
         if isinstance(listed, str):
@@ -315,11 +316,11 @@ class _DeploymentOptions(_Section):
     graceful_shutdown_wait_loop_s: float | None = Field(None, ge=0)
     graceful_shutdown_timeout_s: float | None = Field(None, ge=0)
     logging_config: dict[str, Any] | None = None
+    request_router_config: dict[str, Any] | None = None
     refused = {
         "name": "deployments are named after what they are",
         "user_config": "settings are fixed at start",
         "max_queued_requests": "say scheduler.max_queued_requests",
-        "request_router_config": "requests are routed by the global scheduler",
         "placement_group_bundles": "say placement_group_config",
         "placement_group_strategy": "say placement_group_config",
     }
@@ -346,7 +347,7 @@ _VLLM: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "disable_log_requests": (None, "requests are not logged"),
     "enable_log_requests": ((False,), "requests are not logged"),
     "disable_log_stats": (None, "/metrics has the figures"),
-    "trust_remote_code": ((False,), "no code from a checkpoint is run"),
+    "trust_remote_code": (None, "no code from a checkpoint is run, and a model that needs some is refused"),
     "enable_chunked_prefill": ((True,), "prefill is always chunked"),
     "scheduling_policy": (("fcfs", "priority"), "requests go by priority, then by arrival"),
     "preemption_mode": (("recompute",), "a preempted sequence is computed again"),
@@ -395,6 +396,12 @@ def _explain(error: Any, path: str) -> str:
 def _options(raw: dict[str, Any], path: str) -> dict[str, Any]:
     """The options of a Serve deployment that the user set, checked, as `Deployment.options` takes them."""
     options = _read(_DeploymentOptions, raw, path).model_dump(exclude_unset=True, exclude_none=True)
+    router = options.pop("request_router_config", {}).get("request_router_class", "ray.")
+    if not str(router).startswith("ray."):
+        at = f"{path}.request_router_config.request_router_class"
+        raise ConfigError(f"{at} is not supported: the global scheduler routes requests, not {router!r}")
+    if "request_router_config" in raw:
+        logger.info("%s.request_router_config changes nothing here: requests are routed by prefix and load", path)
     for key, inner in (("ray_actor_options", _ActorOptions), ("autoscaling_config", _Autoscaling)):
         if key in options:
             checked = _read(inner, options[key], f"{path}.{key}")
@@ -417,6 +424,9 @@ def _model(section: _LLMConfig, path: str) -> ModelDeployment:
     _read(_Experimental, section.experimental_configs, f"{path}.experimental_configs")
 
     kwargs = _engine_kwargs(section.engine_kwargs, f"{path}.engine_kwargs")
+    token = kwargs.pop("hf_token", None)
+    if not isinstance(token, str | None):
+        raise ConfigError(f"{path}.engine_kwargs.hf_token must be a string")
     if loading.tokenizer_source is not None:
         if "tokenizer" in kwargs:
             raise ConfigError(f"{path}.engine_kwargs.tokenizer says model_loading_config.tokenizer_source again")
@@ -429,6 +439,10 @@ def _model(section: _LLMConfig, path: str) -> ModelDeployment:
 
     deployment = _options(section.deployment_config, f"{path}.deployment_config")
     deployment |= _placement(section, deployment.pop("ray_actor_options", {}), engine, path)
+    if token is not None:
+        environment = deployment.get("ray_actor_options", {}).get("runtime_env", {})
+        variables = {**environment.get("env_vars", {}), "HF_TOKEN": token}
+        deployment["ray_actor_options"] = {"num_cpus": 0, "runtime_env": {**environment, "env_vars": variables}}
     return ModelDeployment(loading.model_id, engine, deployment, **reading)
 
 
@@ -464,6 +478,22 @@ def _placement(section: _LLMConfig, actor: dict[str, Any], engine: EngineConfig,
     if environment is not None:
         options["ray_actor_options"] = {"num_cpus": 0, "runtime_env": environment}
     return options
+
+
+def _share_hub_token(models: Iterable[ModelDeployment], ingress: dict[str, Any]) -> None:
+    """The ingress fetches a model's tokenizer, and needs the token that its worker groups have. Models have one between
+    them, or the hub's own variables say it for all.
+    """
+    tokens: dict[str, str] = {}
+    for model in models:
+        variables = model.deployment.get("ray_actor_options", {}).get("runtime_env", {}).get("env_vars", {})
+        tokens |= {name: variables[name] for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if name in variables}
+    if not tokens:
+        return
+    actor = ingress.get("ray_actor_options", {"num_cpus": 0})
+    environment = actor.get("runtime_env", {})
+    variables = tokens | environment.get("env_vars", {})
+    ingress["ray_actor_options"] = {**actor, "runtime_env": {**environment, "env_vars": variables}}
 
 
 def _demo_source(model_id: str, path: str) -> str | None:
