@@ -1,9 +1,11 @@
 """The ingress: the HTTP application that Serve hosts, in as many replicas as the load needs."""
 
 import asyncio
+import base64
 import logging
+import pickle
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -96,6 +98,18 @@ class MeasuredEngine:
                     metrics.success.labels(model, reason).inc()
 
 
+def _reading(model: ModelDeployment) -> tuple[Any, ...]:
+    """What an ingress makes of a model: if that is as it was, there is nothing to load."""
+    engine = model.engine
+    reading = (model.tool_call_parser, model.reasoning_parser)
+    return model.model_id, engine.model, engine.tokenizer, engine.max_model_len, *reading
+
+
+def to_user_config(config: ApplicationConfig) -> dict[str, str]:
+    """What Serve hands `Ingress.reconfigure` of it: a Serve `user_config` must be JSON."""
+    return {"config": base64.b64encode(pickle.dumps(config)).decode()}
+
+
 @serve.deployment
 @serve.ingress()
 class Ingress:
@@ -111,12 +125,59 @@ class Ingress:
         self.metrics = RequestMetrics()
         self.cluster = ClusterStats({}, ())
         self.block_sizes: dict[str, int] = {}  # by model, as their groups have it
-        self.models = {m.model_id: await asyncio.to_thread(self._load, m) for m in config.models}
+        self.models: dict[str, ServedModel] = {}
+        self.models = await self._load_all(config.models)
+        self.arriving: set[str] = set()  # models that came while this ran, and have not been up yet
         self.tenants = TenantDirectory(config.tenants)
-        self.engine = self._make_engine()
+        self.resuming = ResumingEngine(
+            self.client,
+            config.scheduler.migration_limit,
+            lambda request: self.metrics.resumed.labels(request.model).inc(),
+            lambda request: self.metrics.moved.labels(request.model).inc(),
+            self._block_size,
+        )
+        self.engine = MeasuredEngine(self.resuming, self.metrics, self._block_size)
         self.batches = self._make_batches()
         self._refresher = asyncio.create_task(self._refresh_for_ever())
         self.http = HttpServer(self.__serve_build_asgi_app__(), listen) if listen else None
+
+    async def reconfigure(self, user_config: dict[str, str]) -> None:
+        """Take in a changed document: Serve calls it when this has started, and while it runs.
+
+        Models, limits, tenants and keys change for requests that come from now on; those in flight go on as they began.
+        """
+        config: ApplicationConfig = pickle.loads(base64.b64decode(user_config["config"]))
+        if config == self.config:
+            return
+        before = {_reading(m) for m in self.config.models}
+        loaded = await self._load_all(
+            [m for m in config.models if _reading(m) not in before or m.model_id not in self.models]
+        )
+        self.arriving |= loaded.keys() - self.models.keys()
+        models = self.models | loaded
+        self.models = {m.model_id: models[m.model_id] for m in config.models if m.model_id in models}
+        self.arriving &= self.models.keys()
+        self.tenants.replace(config.tenants)
+        self.resuming.migration_limit = config.scheduler.migration_limit
+        self.config = config
+        try:
+            await self.client.configure(config.scheduler, config.tenants)
+        except PagedRayError as error:  # it is told again every two seconds; raising here would end the ingress
+            logger.warning("the global scheduler does not know of the changed limits yet: %s", error)
+
+    async def _load_all(self, models: Sequence[ModelDeployment]) -> dict[str, ServedModel]:
+        """Those whose tokenizers can be loaded. One that cannot must not take the others with it."""
+        loaded: dict[str, ServedModel] = {}
+        errors: list[Exception] = []
+        for model in models:
+            try:
+                loaded[model.model_id] = await asyncio.to_thread(self._load, model)
+            except Exception as error:
+                logger.exception("%s is not served: its tokenizer cannot be loaded", model.model_id)
+                errors.append(error)
+        if errors and not loaded and not self.models:
+            raise errors[0]
+        return loaded
 
     @staticmethod
     def _load(model: ModelDeployment) -> ServedModel:
@@ -131,17 +192,6 @@ class Ingress:
             tool_call_parser=model.tool_call_parser or detect_parser(tokenizer.chat_template),
             reasoning_parser=model.reasoning_parser,
         )
-
-    def _make_engine(self) -> MeasuredEngine:
-        block_size = lambda model: self.block_sizes.get(model, 0)  # noqa: E731
-        resuming = ResumingEngine(
-            self.client,
-            self.config.scheduler.migration_limit,
-            lambda request: self.metrics.resumed.labels(request.model).inc(),
-            lambda request: self.metrics.moved.labels(request.model).inc(),
-            block_size,
-        )
-        return MeasuredEngine(resuming, self.metrics, block_size)
 
     def _make_batches(self) -> BatchRunner | None:
         if self.config.files is None:
@@ -161,6 +211,10 @@ class Ingress:
         )
         add_group_routes(app, self.client, lambda: not self.config.tenants or caller().operator)
         return app
+
+    def _block_size(self, model: str) -> int:
+        """Tokens in a KV block of the model's groups; 0: not known yet."""
+        return self.block_sizes.get(model, 0)
 
     def _models(self) -> dict[str, ServedModel]:
         """Those that the caller may use: to it, there are no others."""
@@ -188,6 +242,7 @@ class Ingress:
 
     def _take(self, cluster: ClusterStats) -> None:
         self.cluster = cluster
+        self.arriving -= {group.model for group in cluster.groups}
         for group in cluster.groups:
             self.block_sizes[group.model] = group.block_size
             model = self.models.get(group.model)
@@ -195,12 +250,13 @@ class Ingress:
                 self.models[group.model] = replace(model, max_model_len=group.max_model_len)
 
     async def _health(self) -> None:
-        """Raise where a model has no group that could answer now."""
+        """Raise where a model has no group that could answer now. One that was added later may still be loading."""
         try:
             self._take(await asyncio.wait_for(self.client.stats(), _PROBE_SECONDS))
         except TimeoutError:
             raise EngineDead(f"the global scheduler has not answered within {_PROBE_SECONDS:g} s") from None
-        missing = self.models.keys() - {g.model for g in self.cluster.groups if not g.draining}
+        up = {group.model for group in self.cluster.groups if not group.draining}
+        missing = self.models.keys() - up - self.arriving
         if missing:
             raise EngineDead(f"no worker group of {', '.join(sorted(missing))} is up")
 

@@ -84,15 +84,20 @@ class TenantDirectory:
     """All tenants. Without any, everybody is the tenant `default`, which has no key and no limits."""
 
     def __init__(self, tenants: Iterable[Tenant] = ()):
-        self._tenants = {t.name: t for t in tenants}
+        self.replace(tenants)
+
+    def replace(self, tenants: Iterable[Tenant]) -> None:
+        """Have these from now on, and no others. Raises `ConfigError` where two have a key in common."""
+        by_name = {t.name: t for t in tenants}
         owners: dict[str, str] = {}
-        for tenant in self._tenants.values():
+        for tenant in by_name.values():
             for key_hash in tenant.key_hashes:
                 if key_hash in owners:
                     raise ConfigError(f"tenants {owners[key_hash]!r} and {tenant.name!r} have the same key")
                 owners[key_hash] = tenant.name
-        self._owners = [(key_hash.encode(), self._tenants[name]) for key_hash, name in owners.items()]
-        self._default = self._tenants.get(DEFAULT_TENANT, Tenant(DEFAULT_TENANT))
+        self._tenants = by_name
+        self._owners = [(key_hash.encode(), by_name[name]) for key_hash, name in owners.items()]
+        self._default = by_name.get(DEFAULT_TENANT, Tenant(DEFAULT_TENANT))
 
     @property
     def has_keys(self) -> bool:
