@@ -31,6 +31,8 @@ def test_ray_takes_the_config(config):
 
     prepared = prepare_config(config)
     validate_config(prepared)
+    # Ray's workers start in HOME, where a folder of that name is the package
+    assert not any(re.search(r"(^|/)pagedray$", folder) for folder in config["file_mounts"])
     workers = [t for name, t in prepared["available_node_types"].items() if name != prepared["head_node_type"]]
     assert all(t["min_workers"] <= t["max_workers"] for t in workers or prepared["available_node_types"].values())
     wrong = config | {"idle_timeout_minute": 3}
@@ -58,7 +60,7 @@ def test_nodes_start_as_one_cluster(config):
 
 
 def test_every_node_gets_pagedray_and_the_token(config):
-    assert config["file_mounts"] == {"~/pagedray": ".", "~/.ray/auth_token": "~/.ray/auth_token"}
+    assert config["file_mounts"] == {"~/pagedray-source": ".", "~/.ray/auth_token": "~/.ray/auth_token"}
     (profile,) = (c for c in config["setup_commands"] if ".bashrc" in c)
     assert (
         "RAY_AUTH_MODE=token" in profile and "PATH=$HOME/pagedray-env/bin" in profile
@@ -88,7 +90,7 @@ def machine_config(laptop, head, worker):
     config = yaml.safe_load(CONFIGS["local"].read_text())
     config["provider"] |= {"head_ip": head.address, "worker_ips": [worker.address]}
     config["auth"] = {"ssh_user": "root", "ssh_private_key": str(key)}
-    config["file_mounts"]["~/pagedray"] = str(ROOT)  # as if run there
+    config["file_mounts"]["~/pagedray-source"] = str(ROOT)  # as if run there
     return config
 
 
@@ -140,7 +142,7 @@ def test_ray_up_serves_a_chat_across_both_machines_and_comes_down_clean(machines
         return laptop.run(sys.executable, "-m", module, *command, env=env, timeout=timeout)
 
     ray("get-auth-token", "--generate")
-    print(ray("up", "-y", "--no-config-cache", str(file)))
+    ray("up", "-y", "--no-config-cache", str(file))
     section = {
         "model_loading_config": {"model_id": "demo", "model_source": str(demo_model)},
         "engine_kwargs": {
@@ -170,7 +172,7 @@ def test_ray_up_serves_a_chat_across_both_machines_and_comes_down_clean(machines
         except httpx.HTTPError:
             return False
 
-    wait_until(up, 240, lambda: (ray_processes(head), ray_processes(worker)))
+    wait_until(up, 300, lambda: ray("status", "--address", f"http://{head.address}:8265", module="ray.serve.scripts"))
     question = [{"role": "user", "content": "What is the capital of France?"}]
     body = {"model": "demo", "messages": question, "temperature": 0, "max_tokens": 24}
     answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120).json()
@@ -178,6 +180,6 @@ def test_ray_up_serves_a_chat_across_both_machines_and_comes_down_clean(machines
     ranks = [[t for t in h.processes().values() if t.startswith(("ray::Leader", "ray::Rank"))] for h in (head, worker)]
     assert [len(r) for r in ranks] == [1, 1]
 
-    print(ray("down", "-y", str(file)))
+    ray("down", "-y", str(file))
     wait_until(lambda: not ray_processes(head), 30, lambda: ray_processes(head))
     wait_until(lambda: not ray_processes(worker), 120, lambda: ray_processes(worker))
