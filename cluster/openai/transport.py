@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_RETRY_SECONDS = 2  # after a 503: something is being built anew
 _LONG_TEXT = 20_000  # characters; some milliseconds of tokenizing
 
 
@@ -127,6 +128,8 @@ def error_response(error: PagedRayError) -> Response:
     headers = {}
     if isinstance(error, Overloaded):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    elif error.status == 503:
+        headers["Retry-After"] = str(_RETRY_SECONDS)
     if isinstance(error, BodyTooLarge):
         headers["Connection"] = "close"  # the rest of the body is not read
     return JSONResponse(error_envelope(error), error.status, headers)
