@@ -503,7 +503,7 @@ class WorkerGroup:
 
     async def _drain(self) -> None:
         began = time.monotonic()
-        known = await asyncio.wait_for(self.scheduler.drain_group.remote(self.group_id), CALL_TIMEOUT)
+        known: bool = await asyncio.wait_for(self.scheduler.drain_group.remote(self.group_id), CALL_TIMEOUT)
         seconds = self.drain_timeout - (time.monotonic() - began)
         if known and seconds > 0:
             await asyncio.wait_for(self.leader.drain.remote(seconds), seconds + CALL_TIMEOUT)
