@@ -40,9 +40,10 @@ def application(config: ApplicationConfig, listen: ListenAddress | None = None) 
     for i, model in enumerate(config.models):
         check_split(model.engine, f"llm_configs[{i}].engine_kwargs")
     ingress_class: Any = Ingress  # Serve's decorators turn classes into deployments, which type checkers miss
+    num_shards = config.scheduler.scheduler_shards
     groups = [
-        keep_version(_group(model), group_version(model)).bind(
-            model.model_id, model.engine, _LOAD_TIMEOUT, _drain_timeout(model.deployment)
+        keep_version(_group(model), group_version(model, num_shards)).bind(
+            model.model_id, model.engine, _LOAD_TIMEOUT, _drain_timeout(model.deployment), num_shards
         )
         for model in config.models
     ]
@@ -54,7 +55,7 @@ def application(config: ApplicationConfig, listen: ListenAddress | None = None) 
             **config.ingress,
         }
     )
-    return keep_version(ingress, ingress_version()).bind(config, listen, *groups)
+    return keep_version(ingress, ingress_version(config)).bind(config, listen, *groups)
 
 
 def _group(model: ModelDeployment) -> Any:

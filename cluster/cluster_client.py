@@ -87,8 +87,8 @@ class ClusterClient:
     async def configure(self, options: SchedulerOptions, tenants: tuple[Tenant, ...] = ()) -> None:
         await self._call("configure", options, tenants)
 
-    async def drain_group(self, group_id: str, seconds: float) -> bool:
-        """Have a group move what it has and end. False: there is no such group."""
+    async def drain_group(self, group_id: str, seconds: float | None) -> bool:
+        """See `GlobalScheduler.drain_group`."""
         return await self._call("drain_group", group_id, seconds)
 
     async def _find_channel(self) -> ChannelAddress:

@@ -58,6 +58,7 @@ class SchedulerOptions:
     max_queued_requests: int = 1024  # requests of a model that wait for a group; over it: 429
     max_queue_seconds: float = 120.0  # how long one waits before it is given up: 503
     migration_limit: int = 3  # worker groups that may be lost with a request before it is given up: 503
+    scheduler_shards: int = 1  # actors among whom tenants and models are divided (docs/scheduling.md)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,7 @@ class _Scheduler(_Section):
     max_queued_requests: int = Field(SchedulerOptions.max_queued_requests, ge=1)
     max_queue_seconds: float = Field(SchedulerOptions.max_queue_seconds, gt=0)
     migration_limit: int = Field(SchedulerOptions.migration_limit, ge=0)
+    scheduler_shards: int = Field(SchedulerOptions.scheduler_shards, ge=1, le=64)
 
 
 class _Files(_Section):

@@ -1,4 +1,4 @@
-"""The global scheduler: one actor an application, around `scheduler.dispatcher.Dispatcher`.
+"""The global scheduler: an actor around `scheduler.dispatcher.Dispatcher`; one an application, or `scheduler_shards`.
 
 It decides who goes next and where, and hands groups their batches. Tokens never pass through it. Its state is soft:
 when the actor restarts (Ray does that), groups register again at their next report and ingresses send again what they
@@ -182,8 +182,9 @@ def group_gone() -> GroupLost:
 class GlobalScheduler:
     """The actor's class. All methods run on one event loop, none of them waits while holding half-changed state."""
 
-    def __init__(self, application: str):
+    def __init__(self, application: str, shard: int = 0):
         self.application = application
+        self.shard = shard  # its number, where there are several
         self.epoch = uuid.uuid4().hex
         self.max_queue_seconds = SchedulerOptions().max_queue_seconds
         self.dispatcher = Dispatcher()
@@ -385,7 +386,7 @@ class GlobalScheduler:
             batch = [(self.ingress_of[r.request_id], r) for r in requests]
             for ingress_id, request in batch:
                 self._tell(ingress_id, request.request_id, group_id)
-            self._tasks.spawn(self._call_leader(group_id, "add_requests", batch))
+            self._tasks.spawn(self._call_leader(group_id, "add_requests", batch, self.shard))
         for request_id, error in self.dispatcher.take_refused():
             self._tell(self.ingress_of.pop(request_id), request_id, error=error)
         if self._timer is not None:
@@ -395,18 +396,18 @@ class GlobalScheduler:
             wait = max(_SHORTEST_WAIT, self.dispatcher.next_dispatch_at - now)
             self._timer = asyncio.get_running_loop().call_later(wait, self._dispatch)
 
-    async def _call_leader(self, group_id: str, method: str, argument: Any) -> None:
+    async def _call_leader(self, group_id: str, method: str, *arguments: Any) -> None:
         info = self.groups.get(group_id)
         if info is None:
             return
         if method == "add_requests" and group_id in self.channels:
             try:
-                await self.channels[group_id].call(method, argument, timeout=CALL_TIMEOUT / 2)
+                await self.channels[group_id].call(method, *arguments, timeout=CALL_TIMEOUT / 2)
                 return
             except ChannelBroken as error:
                 logger.warning("group %s is asked by Ray: %s", group_id, error)
         try:
-            await asyncio.wait_for(getattr(info.leader, method).remote(argument), CALL_TIMEOUT)
+            await asyncio.wait_for(getattr(info.leader, method).remote(*arguments), CALL_TIMEOUT)
         except (ray.exceptions.RayError, TimeoutError) as error:
             logger.warning("group %s does not answer %s: %r", group_id, method, error)
             await self.remove_group(group_id)
@@ -468,11 +469,15 @@ def _known(address: ChannelAddress) -> Callable[[], Awaitable[ChannelAddress]]:
     return find
 
 
-def connect(application: str) -> ActorHandle:
+def connect_all(application: str, num_shards: int) -> list[ActorHandle]:
+    return [connect(application, shard) for shard in range(num_shards)]
+
+
+def connect(application: str, shard: int = 0) -> ActorHandle:
     """The application's global scheduler, started by whoever asks first. The handle stays good across its restarts."""
     actor: Any = ray.remote(GlobalScheduler)
     return actor.options(
-        name=f"{application}:global_scheduler",
+        name=f"{application}:global_scheduler{f':{shard}' if shard else ''}",
         namespace=NAMESPACE,
         lifetime="detached",
         get_if_exists=True,
@@ -480,4 +485,4 @@ def connect(application: str) -> ActorHandle:
         max_concurrency=10_000,  # every ingress has a call open
         scheduling_strategy="DEFAULT",  # not in the placement group of whoever asks: it would die with it
         num_cpus=0,
-    ).remote(application)
+    ).remote(application, shard)

@@ -14,8 +14,8 @@ from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 
 from ..scheduler.errors import InvalidRequest
-from .cluster_client import ClusterClient
 from .global_scheduler import GroupStatus
+from .sharded_client import ShardedClient
 
 MAX_DRAIN_SECONDS = 3600.0
 
@@ -30,7 +30,7 @@ class GroupNotFound(InvalidRequest):
     code = "group_not_found"
 
 
-def add_group_routes(app: FastAPI, client: ClusterClient, may_operate: Callable[[], bool]) -> None:
+def add_group_routes(app: FastAPI, client: ShardedClient, may_operate: Callable[[], bool]) -> None:
     """Add them to `app`; `may_operate` is asked in the context of each request."""
 
     @app.get("/groups")

@@ -18,7 +18,6 @@ from ..scheduler.request import Request, SequenceOutput
 from ..scheduler.tenants import TenantDirectory
 from ..workers.checkpoint.locate import read_config
 from . import global_scheduler
-from .cluster_client import ClusterClient
 from .config import ApplicationConfig, ModelDeployment
 from .global_scheduler import ClusterStats
 from .group_routes import add_group_routes
@@ -31,6 +30,7 @@ from .openai.file_store import FileStore
 from .openai.router import MAX_BODY_BYTES, build_app
 from .openai.tenancy import caller
 from .resume import ResumingEngine
+from .sharded_client import ShardedClient
 from .text.tokenizer import Tokenizer
 from .text.tool_calls import detect_parser
 
@@ -121,7 +121,11 @@ class Ingress:
         `groups`: handles of the models' deployments; naming them here makes Serve deploy them.
         """
         self.config = config
-        self.client = ClusterClient(global_scheduler.connect(serve.get_replica_context().app_name))
+        self.tenants = TenantDirectory(config.tenants)
+        schedulers = global_scheduler.connect_all(
+            serve.get_replica_context().app_name, config.scheduler.scheduler_shards
+        )
+        self.client = ShardedClient(schedulers, self.tenants)
         self.metrics = RequestMetrics()
         self.cluster = ClusterStats({}, ())
         self.block_sizes: dict[str, int] = {}  # by model, as their groups have it

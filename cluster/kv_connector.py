@@ -100,8 +100,10 @@ class KVConnector:
         ranks: dict[int, ActorHandle],
         leader: ActorHandle,
         in_engine: "Callable[[Callable[[Engine], None]], None]",
+        num_shards: int,
     ):
-        self.application, self.group_id = application, group_id
+        """`num_shards`: how many global schedulers there are."""
+        self.application, self.group_id, self.num_shards = application, group_id, num_shards
         self.node_id = ray.get_runtime_context().get_node_id()
         self.config = engine.config.kv_transfer_config
         self.block_bytes = engine.block_bytes
@@ -226,7 +228,7 @@ class KVConnector:
     async def _join_store(self) -> ActorHandle:
         """The store of this node; whatever was published before is not there."""
         self.in_engine(lambda engine: engine.forget_published(None))
-        store = await asyncio.to_thread(kv_store.connect, self.application, self.node_id)
+        store = await asyncio.to_thread(kv_store.connect, self.application, self.node_id, self.num_shards)
         budget = self.config.store_memory or int(
             _STORE_SHARE * await asyncio.to_thread(_object_store_bytes, self.node_id)
         )

@@ -71,9 +71,9 @@ class _Member:
 class KVStore:
     """The actor's class. All methods run on one event loop and are bounded."""
 
-    def __init__(self, application: str, node_id: str):
+    def __init__(self, application: str, node_id: str, num_shards: int = 1):
         self.node_id = node_id
-        self.scheduler = global_scheduler.connect(application)
+        self.schedulers = global_scheduler.connect_all(application, num_shards)
         self.runs = RunStore(0)
         self.members: dict[str, _Member] = {}
         self.leases: dict[int, tuple[list[Run], asyncio.TimerHandle]] = {}
@@ -189,8 +189,9 @@ class KVStore:
             events = log.snapshot(self.runs.hashes()) if snapshot else log.take_events()
             report = StoreReport(self.node_id, events, await self.stats())
             try:
-                known: bool = await asyncio.wait_for(self.scheduler.report_store.remote(report), CALL_TIMEOUT)
-                snapshot, last_heard = not known, time.monotonic()
+                calls = [s.report_store.remote(report) for s in self.schedulers]
+                known: list[bool] = await asyncio.wait_for(asyncio.gather(*calls), CALL_TIMEOUT)
+                snapshot, last_heard = not all(known), time.monotonic()
             except ray.exceptions.ActorDiedError:
                 break
             except (ray.exceptions.RayError, TimeoutError) as error:
@@ -206,8 +207,11 @@ def _name(application: str, node_id: str) -> str:
     return f"{application}:kv_store:{node_id}"
 
 
-def connect(application: str, node_id: str) -> ActorHandle:
-    """The application's store on a node, started by whoever asks first. Detached: it outlives who asked."""
+def connect(application: str, node_id: str, num_shards: int) -> ActorHandle:
+    """The application's store on a node, started by whoever asks first. Detached: it outlives who asked.
+
+    `num_shards`: how many global schedulers there are.
+    """
     actor: Any = ray.remote(KVStore)
     return actor.options(
         name=_name(application, node_id),
@@ -218,7 +222,7 @@ def connect(application: str, node_id: str) -> ActorHandle:
         max_concurrency=1000,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         num_cpus=0,
-    ).remote(application, node_id)
+    ).remote(application, node_id, num_shards)
 
 
 def find(application: str, node_id: str) -> ActorHandle:

@@ -14,17 +14,20 @@ from ray.serve import Deployment
 from ray.serve._private.config import DeploymentConfig
 
 from .. import __version__
-from .config import ModelDeployment
+from .config import ApplicationConfig, ModelDeployment
 
 
-def ingress_version() -> str:
+def ingress_version(config: ApplicationConfig) -> str:
     """An ingress takes everything else in while it runs (`Ingress.reconfigure`)."""
-    return _digest("ingress")
+    return _digest("ingress", config.scheduler.scheduler_shards, config.files and asdict(config.files))
 
 
-def group_version(model: ModelDeployment) -> str:
-    """A worker group is made for its engine. Replicas and autoscaling Serve changes by itself; resources restart it."""
-    return _digest(model.model_id, asdict(model.engine))
+def group_version(model: ModelDeployment, num_shards: int) -> str:
+    """A worker group is made for its engine, and finds its schedulers when it starts.
+
+    Replicas and autoscaling Serve changes by itself; resources restart it.
+    """
+    return _digest(model.model_id, asdict(model.engine), num_shards)
 
 
 def keep_version(deployment: Deployment, version: str) -> Deployment:

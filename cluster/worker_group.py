@@ -15,24 +15,24 @@ import sys
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.actor import ActorHandle
 
 from ..scheduler.errors import EngineDead, GroupDrained, GroupLost, PagedRayError
-from ..scheduler.placement import GroupLoad
-from ..scheduler.prefix_index import BlockEvents, unpack
+from ..scheduler.prefix_index import unpack
 from ..scheduler.request import Request, SequenceOutput
 from ..workers.config import EngineConfig
 from . import global_scheduler
 from .channel import ChannelServer
-from .global_scheduler import CALL_TIMEOUT, FORGOTTEN_SECONDS, GroupInfo, GroupReport
+from .global_scheduler import CALL_TIMEOUT, FORGOTTEN_SECONDS, GroupInfo
 from .kv_connector import KVConnector
 from .ranks import RankHandle, RankPlaces
+from .scheduler_link import SchedulerLink
+from .tasks import Tasks
 from .token_stream import StreamAddress, TokenFrame, TokenServer
 
 if TYPE_CHECKING:
@@ -42,9 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
-
-_REPORT_SECONDS = 0.5
+_BEAT_SECONDS = 0.5
 _COUNT_SECONDS = 0.1  # how often the load is counted while nothing ends
 _STALLED_SECONDS = 0.02  # how often deadlines are looked at where nothing else happens
 _STUCK_SECONDS = 60.0  # a step that takes longer than this is taken for a hang
@@ -67,7 +65,7 @@ class Leader:
         group_id: str,
         model: str,
         config: EngineConfig,
-        scheduler: ActorHandle,
+        schedulers: Sequence[ActorHandle],
         places: RankPlaces,
         application: str,
     ):
@@ -75,22 +73,16 @@ class Leader:
         self.group_id = group_id
         self.model = model
         self.config = config
-        self.scheduler = scheduler
+        self.links = [SchedulerLink(s, self._introduction) for s in schedulers]
         self.places = places
         self.requests: dict[str, tuple[str, Request]] = {}  # request id -> ingress id, request; unfinished ones
-        self.finished: list[str] = []  # not reported yet
-        self.load_now: GroupLoad | None = None
-        self._num_received = 0
         self._tokens_made: dict[str, int] = {}  # by tenant, since they were last counted
-        # From the engine's thread to the reporter, in order.
-        self._served: deque[tuple[str, int]] = deque()
-        self._blocks: deque[BlockEvents] = deque()
         self._counted_at = 0.0
         self.error: BaseException | None = None
         self.draining = False
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._step_began: float | None = None
-        self._reporter: asyncio.Task | None = None
+        self._tasks = Tasks()
         self.rank_actors: dict[int, ActorHandle] = {}  # beside this one
         self.kv: KVConnector | None = None  # once it has loaded, where KV is shared
 
@@ -98,37 +90,43 @@ class Leader:
         """Load and warm up the model within `timeout` seconds, then join the cluster."""
         self.load_timeout = timeout
         self.loop = asyncio.get_running_loop()
-        self._wake_reporter = asyncio.Event()
         self.tokens = TokenServer(ray.util.get_node_ip_address(), self._ingress_lost, self._ingress_gone)
         self._dead = asyncio.Event()
         self.channel = ChannelServer(self.tokens.host, {"add_requests": self.add_requests})
         self._loaded: asyncio.Future[None] = self.loop.create_future()
         threading.Thread(target=self._run_engine, name="engine", daemon=True).start()
         while not self._loaded.done():
-            await asyncio.wait_for(self.scheduler.stats.remote(), CALL_TIMEOUT)  # else it takes itself for forgotten
+            await asyncio.gather(*[link.keep_alive() for link in self.links])
             await asyncio.wait([self._loaded], timeout=FORGOTTEN_SECONDS / 3)
         await self._loaded
         self.stats = self.engine.stats()
         if self.config.kv_transfer_config.shares:
             me = ray.get_runtime_context().current_actor
-            self.kv = KVConnector(self.application, self.group_id, self.engine, self.rank_actors, me, self._in_engine)
-        await self._register()
-        self._reporter = asyncio.create_task(self._report_for_ever())
+            self.kv = KVConnector(
+                self.application, self.group_id, self.engine, self.rank_actors, me, self._in_engine, len(self.links)
+            )
+        await asyncio.gather(*[link.register() for link in self.links])
+        for link in self.links:
+            self._tasks.spawn(link.report_for_ever(self.group_id, lambda: self.stats))
+        self._tasks.spawn(self._look_after())
 
     # -- what the scheduler and ingresses call ------------------------------------------------------------------------
 
-    async def add_requests(self, batch: Sequence[tuple[str, Request]]) -> None:
+    async def add_requests(self, batch: Sequence[tuple[str, Request]], shard: int = 0) -> None:
+        """Requests and their ingresses, from one of the global schedulers."""
         if self.error is not None:
             raise EngineDead(f"the engine of group {self.group_id} stopped: {self.error}")
         batch = [(i, r) for i, r in batch if r.request_id not in self.requests]  # may come twice
-        self._num_received += len(batch)
+        link = self.links[shard]
+        link.num_received += len(batch)
         for ingress_id, request in batch:
             self.requests[request.request_id] = ingress_id, request
+            link.request_ids.add(request.request_id)
             self.tokens.outbox(ingress_id).request_ids.add(request.request_id)
         if self.error is not None:
             self._fail_all()
             return
-        self._inbox.put(lambda: self._add_to_engine([request for _, request in batch]))
+        self._inbox.put(lambda: self._add_to_engine([request for _, request in batch], link))
         if self.draining:  # it was on its way
             self._ask_to_move([request.request_id for _, request in batch])
 
@@ -213,7 +211,7 @@ class Leader:
             self.engine = Engine(self.config, grammar_backend=GrammarCompiler, executor=executor, shares_kv=shares_kv)
             _say(f"warming up {self.model}")
             self.engine.warm_up()
-            self.load_now = self.engine.load()  # a group that says nothing of its load is doubted
+            self._count()  # a group that says nothing of its load is doubted
         except BaseException as error:
             self.loop.call_soon_threadsafe(self._loaded.set_exception, error)
             return
@@ -269,18 +267,22 @@ class Leader:
 
     def _count(self) -> None:
         self._counted_at = time.monotonic()
-        self.load_now = self.engine.load()
-        self._served.extend(self._tokens_made.items())
+        load, events = self.engine.load(), self.engine.take_block_events()
+        for link in self.links:
+            link.take_load(load)
+            link.served.extend(self._tokens_made.items())
+            if events is not None:
+                link.blocks.append(events)
         self._tokens_made.clear()
-        if (events := self.engine.take_block_events()) is not None:
-            self._blocks.append(events)
 
     def _take_snapshot(self) -> None:
-        self._blocks.append(self.engine.block_snapshot())
-        self.loop.call_soon_threadsafe(self._wake_reporter.set)
+        snapshot = self.engine.block_snapshot()
+        for link in self.links:
+            link.blocks.append(snapshot)
+        self.loop.call_soon_threadsafe(self._report)
 
-    def _add_to_engine(self, requests: Sequence[Request]) -> None:
-        self.engine.received(len(requests))
+    def _add_to_engine(self, requests: Sequence[Request], link: SchedulerLink) -> None:
+        link.num_in_engine += len(requests)
         for request in requests:
             try:
                 self.engine.add_request(request)
@@ -292,7 +294,7 @@ class Leader:
             self.engine.abort_request(request_id)
         self.stats = self.engine.stats()
         self._count()
-        self.loop.call_soon_threadsafe(self._wake_reporter.set)
+        self.loop.call_soon_threadsafe(self._report)
 
     def _send(self, outputs: Sequence[SequenceOutput]) -> None:
         by_ingress: dict[str, list[SequenceOutput]] = {}
@@ -318,7 +320,9 @@ class Leader:
         if self.error is None:
             self.error = error
             self._dead.set()
-            self.scheduler.remove_group.remote(self.group_id)  # first: what is failed here must not come back here
+            self._tasks.cancel()
+            for link in self.links:
+                link.scheduler.remove_group.remote(self.group_id)  # first: what is failed here must not come back here
             self._fail_all()
 
     def _fail_all(self) -> None:
@@ -329,8 +333,7 @@ class Leader:
         ingress_id, _ = self.requests.pop(request_id, (None, None))
         if ingress_id is not None:
             self.tokens.outbox(ingress_id).request_ids.discard(request_id)
-            self.finished.append(request_id)
-            self._wake_reporter.set()
+            self._tell_ended(request_id)
 
     def _all_ended(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -347,7 +350,7 @@ class Leader:
         logger.warning("ingress %s is gone; aborting its %d sequences", ingress_id, len(request_ids))
         for request_id in request_ids:
             if self.requests.pop(request_id, None) is not None:
-                self.finished.append(request_id)
+                self._tell_ended(request_id)
         self._inbox.put(lambda: self._abort_in_engine(request_ids))
 
     async def _leave(self, seconds: float) -> None:
@@ -376,52 +379,45 @@ class Leader:
                 return
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
 
-    async def _register(self) -> None:
-        info = GroupInfo(
+    def _tell_ended(self, request_id: str) -> None:
+        for link in self.links:
+            if request_id in link.request_ids:
+                link.ended(request_id)
+
+    def _report(self) -> None:
+        """What the engine's thread has put down is told now."""
+        for link in self.links:
+            link.wake()
+
+    def _introduction(self, link: SchedulerLink) -> GroupInfo:
+        self._inbox.put(self._take_snapshot)  # and the index is complete again with the next report
+        return GroupInfo(
             group_id=self.group_id,
             model=self.model,
             capacity=replace(
                 self.engine.capacity(window=2 * self.config.max_num_seqs),
                 node=ray.get_runtime_context().get_node_id(),
             ),
-            num_received=self._num_received,
+            num_received=link.num_received,
             max_model_len=self.engine.max_model_len,
             leader=ray.get_runtime_context().current_actor,
-            requests=tuple(self.requests.values()),
+            requests=tuple(self.requests[i] for i in link.request_ids),
             channel=self.channel.address,
             draining=self.draining,
         )
-        await asyncio.wait_for(self.scheduler.register_group.remote(info), CALL_TIMEOUT)
-        self._inbox.put(self._take_snapshot)  # and the index is complete again with the next report
 
-    async def _report_for_ever(self) -> None:
-        """Tell the scheduler what has finished, at once, and how full the group is, at least twice a second."""
+    async def _look_after(self) -> None:
+        """See, while there is nothing to compute, that a rank was lost; show ingresses that this process lives."""
         while self.error is None:
-            try:
-                await asyncio.wait_for(self._wake_reporter.wait(), _REPORT_SECONDS)
-            except TimeoutError:
-                pass
-            self._wake_reporter.clear()
-            if self.engine.executor.failure is not None:  # a rank was lost while there was nothing to compute
+            await asyncio.sleep(_BEAT_SECONDS)
+            if self.engine.executor.failure is not None:
                 self._die(self.engine.executor.failure)
                 return
             self.tokens.beat()
-            finished, self.finished = self.finished, []
-            blocks, served = _drain(self._blocks), _drain(self._served)
-            fetches = self.kv.take_outcomes() if self.kv is not None else ()
-            report = GroupReport(self.group_id, tuple(finished), self.stats, self.load_now, blocks, served, fetches)
-            try:
-                known: bool = await asyncio.wait_for(self.scheduler.report.remote(report), CALL_TIMEOUT)
-                if not known and self.error is None:
-                    await self._register()
-            except (ray.exceptions.RayError, TimeoutError) as error:
-                self.finished = finished + self.finished
-                logger.warning("group %s cannot reach the global scheduler: %r", self.group_id, error)
-                await asyncio.sleep(_REPORT_SECONDS)
-
-
-def _drain(items: deque[_T]) -> tuple[_T, ...]:
-    return tuple(items.popleft() for _ in range(len(items)))
+            if self.kv is not None:
+                outcomes = self.kv.take_outcomes()
+                for link in self.links:
+                    link.fetches.extend(outcomes)
 
 
 def _say(line: str) -> None:
@@ -445,19 +441,29 @@ def _show_progress(model: str) -> "Progress":
 class WorkerGroup:
     """The class of the Serve replica of a worker group: builds it, watches it, takes it down."""
 
-    def __init__(self, model: str, config: EngineConfig, load_timeout: float, drain_timeout: float = 0.0):
-        """`drain_timeout`: seconds for its sequences to move when Serve takes it away."""
+    def __init__(
+        self,
+        model: str,
+        config: EngineConfig,
+        load_timeout: float,
+        drain_timeout: float = 0.0,
+        num_shards: int = 1,
+    ):
+        """`drain_timeout`: seconds for its sequences to move when Serve takes it away.
+
+        `num_shards`: how many global schedulers there are.
+        """
         from ray import serve  # a second to import, which the leader, whose class stands here too, need not wait for
 
         context = serve.get_replica_context()
         self.group_id = f"{context.replica_id.unique_id}-{uuid.uuid4().hex[:8]}"
-        self.scheduler = global_scheduler.connect(context.app_name)
+        self.schedulers = global_scheduler.connect_all(context.app_name, num_shards)
         placement_group = ray.util.get_current_placement_group()
         assert placement_group is not None, "the application gives every group one"
         places = RankPlaces.of(placement_group, config.tensor_parallel_size)
         actor: Any = ray.remote(Leader)
         self.leader = actor.options(**places.options(0), max_concurrency=10_000).remote(
-            self.group_id, model, config, self.scheduler, places, context.app_name
+            self.group_id, model, config, self.schedulers, places, context.app_name
         )
         self._leaving = False
         self.drain_timeout = drain_timeout
@@ -484,7 +490,7 @@ class WorkerGroup:
         logger.error("group %s is lost and will be built anew: %s", self.group_id, why)
         try:
             ray.kill(self.leader)  # stopped or cut off, it must not come back
-            ray.get(self.scheduler.remove_group.remote(self.group_id), timeout=CALL_TIMEOUT)
+            ray.get([s.remove_group.remote(self.group_id) for s in self.schedulers], timeout=CALL_TIMEOUT)
         finally:
             ray.kill(ray.get_runtime_context().current_actor)
 
@@ -495,7 +501,7 @@ class WorkerGroup:
             await self._drain()
         except (ray.exceptions.RayError, TimeoutError) as error:
             logger.warning("group %s leaves without having been drained: %r", self.group_id, error)
-        await asyncio.wait_for(self.scheduler.remove_group.remote(self.group_id), CALL_TIMEOUT)
+        await self._tell_schedulers("remove_group")
         try:
             await asyncio.wait_for(self.leader.close.remote(), _LEAVE_SECONDS + 1)
         finally:
@@ -503,7 +509,11 @@ class WorkerGroup:
 
     async def _drain(self) -> None:
         began = time.monotonic()
-        known: bool = await asyncio.wait_for(self.scheduler.drain_group.remote(self.group_id), CALL_TIMEOUT)
+        known = await self._tell_schedulers("drain_group")
         seconds = self.drain_timeout - (time.monotonic() - began)
-        if known and seconds > 0:
+        if any(known) and seconds > 0:
             await asyncio.wait_for(self.leader.drain.remote(seconds), seconds + CALL_TIMEOUT)
+
+    async def _tell_schedulers(self, method: str) -> list[Any]:
+        calls = [getattr(s, method).remote(self.group_id) for s in self.schedulers]
+        return await asyncio.wait_for(asyncio.gather(*calls), CALL_TIMEOUT)

@@ -39,8 +39,8 @@ class GroupCapacity:
 
 @dataclass(frozen=True, slots=True)
 class GroupLoad:
-    """A group's load as it reports it. `num_received` counts the requests it was ever given, so that those still on
-    their way when it reported are added to what it says."""
+    """A group's load as it reports it. `num_received` counts the requests that this scheduler ever gave it, so
+    that those still on their way when it reported are added to what it says."""
 
     num_received: int
     backlog_seconds: float = 0.0  # to compute all prompt tokens that it holds and has not computed

@@ -12,6 +12,7 @@ DEFAULT_TENANT = "default"
 PRIORITY_CLASSES = {"interactive": -20, "standard": 0, "batch": 20}  # where a class's priorities lie; lower goes first
 MAX_PRIORITY_IN_CLASS = 9  # a request moves within its class only: classes never overlap
 _MINUTE = 60.0
+_LIMITS = "max_concurrent_requests", "requests_per_minute", "tokens_per_minute", "max_queued_requests"
 
 
 def hash_key(api_key: str) -> str:
@@ -47,7 +48,7 @@ class Tenant:
             raise ConfigError("a tenant must have a name")
         if not 0 < self.weight < float("inf"):
             raise ConfigError(f"{where}: weight must be a number over 0, not {self.weight!r}")
-        for name in ("max_concurrent_requests", "requests_per_minute", "tokens_per_minute", "max_queued_requests"):
+        for name in _LIMITS:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{where}: {name} must be at least 1, not {value!r}")
@@ -62,6 +63,11 @@ class Tenant:
         if self.key_hashes and not self.cache_salt and not self.shared_prefix:
             salt = hashlib.sha256(b"pagedray cache salt" + self.key_hashes[0].encode()).hexdigest()
             object.__setattr__(self, "cache_salt", salt)
+
+    @property
+    def is_limited(self) -> bool:
+        """There is something to count: all its requests must go by one scheduler."""
+        return any(getattr(self, name) is not None for name in _LIMITS)
 
     def priority(self, asked: int, background: bool = False) -> int:
         """A request's priority, moved into the tenant's class; into the class of batches where it is of one."""

@@ -61,7 +61,6 @@ class Engine:
         self.stalled = False  # what there is to do waits for blocks from elsewhere
 
         self._fitter = CostFitter()
-        self._num_received = 0
         self._num_decode_steps = 0
 
     def _publisher(self, pool: BlockPool) -> Publisher:
@@ -98,10 +97,6 @@ class Engine:
                 "structured_outputs needs a grammar backend, and this engine has none", "structured_outputs"
             )
         self.scheduler.add(request, self.clock())
-
-    def received(self, count: int) -> None:
-        """So many requests were given to this group, whether they could run or not."""
-        self._num_received += count
 
     def abort_request(self, request_id: str) -> bool:
         return self.scheduler.abort(request_id)
@@ -199,7 +194,8 @@ class Engine:
         )
 
     def load(self) -> GroupLoad:
-        load = self.scheduler.load(self._num_received, self._fitter.model)
+        """All but `num_received`, which is for those to say who pass requests on to this engine."""
+        load = self.scheduler.load(0, self._fitter.model)
         # A guess is not news: what the scheduler knows of other groups of the model is better.
         return load if self._fitter.num_steps >= _MIN_STEPS else replace(load, cost=None)
 

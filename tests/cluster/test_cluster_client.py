@@ -1,6 +1,7 @@
 """The ingress's side of the wire against actors that live in this process, and can die."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import ray
@@ -9,11 +10,15 @@ import uvloop
 from pagedray.cluster import cluster_client
 from pagedray.cluster.channel import ChannelServer
 from pagedray.cluster.cluster_client import ClusterClient
+from pagedray.cluster.config import SchedulerOptions
 from pagedray.cluster.global_scheduler import SILENCE_SECONDS, GlobalScheduler, GroupInfo, GroupReport
+from pagedray.cluster.sharded_client import ShardedClient
 from pagedray.cluster.token_stream import TokenFrame, TokenServer
-from pagedray.scheduler.errors import EngineDead, GroupLost, InvalidRequest, Overloaded, ReaderTooSlow
+from pagedray.scheduler.errors import EngineDead, GroupLost, InvalidRequest, Overloaded, RateLimited, ReaderTooSlow
 from pagedray.scheduler.placement import GroupCapacity
 from pagedray.scheduler.request import Request, SamplingParams, SequenceOutput
+from pagedray.scheduler.shards import shard_of
+from pagedray.scheduler.tenants import Tenant, TenantDirectory
 
 
 class Handle:
@@ -71,7 +76,7 @@ class FakeLeader:
         self.tasks = []
         self.finished = lambda request_id: None
 
-    async def add_requests(self, batch):
+    async def add_requests(self, batch, shard=0):
         for ingress_id, request in batch:
             self.requests.append(request.request_id)
             if not self.hold:
@@ -106,8 +111,8 @@ class Cluster:
         self.client = ClusterClient(Handle(self.scheduler))
 
     @staticmethod
-    def new_scheduler():
-        scheduler = GlobalScheduler("test")
+    def new_scheduler(shard=0):
+        scheduler = GlobalScheduler("test", shard)
         scheduler._tasks.cancel()  # they watch Serve, which is not here
         return scheduler
 
@@ -418,5 +423,48 @@ def test_a_reader_that_falls_behind_is_dropped(monkeypatch):
             await anext(outputs)
         assert await other == list(range(200))[::-1]
         assert not cluster.client._streams
+
+    run(test)
+
+
+def test_several_schedulers_share_the_tenants():
+    async def test():
+        tenants = tuple(Tenant(f"t{i}", max_concurrent_requests=2 if i % 2 else None) for i in range(8))
+        schedulers = [Cluster.new_scheduler(shard) for shard in range(3)]
+        client = ShardedClient([Handle(s) for s in schedulers], TenantDirectory(tenants))
+        await client.configure(SchedulerOptions(scheduler_shards=3), tenants)
+        leader = FakeLeader(hold=True)
+        received = []
+        add_requests = leader.add_requests
+
+        async def noted(batch, shard):
+            received.extend((r.request_id, r.tenant, shard) for _, r in batch)
+            await add_requests(batch)
+
+        leader.add_requests = noted
+        for scheduler in schedulers:
+            await scheduler.register_group(GroupInfo("g", "m", GroupCapacity(64), 100, Handle(leader)))
+        asks = [
+            asyncio.create_task(collect(client, replace(request(f"{t.name}-{i}"), tenant=t.name)))
+            for t in tenants
+            for i in range(2)
+        ]
+        await until(lambda: len(received) == 16)
+        assert {(tenant, shard) for _, tenant, shard in received} == {(t.name, shard_of(t, "m", 3)) for t in tenants}
+        assert len({shard for _, _, shard in received}) == 3
+        with pytest.raises(RateLimited):  # whatever else it asks for, its own scheduler counts it
+            await collect(client, replace(request("t1-2"), tenant="t1"))
+        assert client.rate_limits.get("t0") is None
+
+        stats = await client.stats()
+        assert [g.group_id for g in stats.groups] == ["g"] and not stats.num_queued
+        assert await client.drain_group("g", 5.0) and leader.leaves_within == 5.0
+        asks += [
+            asyncio.create_task(collect(client, replace(request(f"{name}-late"), tenant=name))) for name in ("t0", "t2")
+        ]
+        await until(lambda: sum(s.dispatcher.num_queued().get("m", 0) for s in schedulers) == 2)
+        assert (await client.stats()).num_queued == {"m": 2} and len(received) == 16
+        for ask in asks:
+            ask.cancel()
 
     run(test)

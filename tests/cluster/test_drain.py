@@ -39,7 +39,8 @@ def server(start_server, tiny_folder, tmp_path_factory):
         "deployment_config": {"num_replicas": 2},
     }
     path = tmp_path_factory.mktemp("config") / "config.yaml"
-    path.write_text(json.dumps({"llm_configs": [config]}))
+    shards = {"scheduler_shards": 2}  # every group has to do with both
+    path.write_text(json.dumps({"llm_configs": [config], "scheduler": shards}))
     server = start_server(str(path))
     wait_until(lambda: len(groups(server)) == 2, 60)
     return server

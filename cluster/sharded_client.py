@@ -1,0 +1,66 @@
+"""The ingress's side of several global schedulers: each tenant's requests for a model always go to the same one.
+
+Groups and stores report to all of them, so each knows how loaded a group is and what it holds, whoever sent it there.
+Tenants compete for the order in which their own scheduler hands out requests; between those of different schedulers
+there is only the order in which a group runs what it has.
+"""
+
+import asyncio
+from collections import ChainMap, Counter
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
+
+from ray.actor import ActorHandle
+
+from ..scheduler.request import Request, SequenceOutput
+from ..scheduler.shards import shard_of
+from ..scheduler.tenants import RateLimits, Tenant, TenantDirectory
+from .cluster_client import ClusterClient
+from .config import SchedulerOptions
+from .global_scheduler import ClusterStats
+
+
+class ShardedClient:
+    """Implements `openai.engine_client.EngineClient` over the `ClusterClient` of each global scheduler."""
+
+    def __init__(self, schedulers: Sequence[ActorHandle], directory: TenantDirectory):
+        self.clients = [ClusterClient(s) for s in schedulers]
+        self.directory = directory
+        # A tenant that has limits is known to one of them.
+        self.rate_limits: Mapping[str, RateLimits] = ChainMap(*[c.rate_limits for c in self.clients])
+
+    async def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
+        tenant = self.directory.get(request.tenant)
+        outputs = self.clients[shard_of(tenant, request.model, len(self.clients))].generate(request)
+        try:
+            async for output in outputs:
+                yield output
+        finally:
+            await outputs.aclose()
+
+    async def configure(self, options: SchedulerOptions, tenants: tuple[Tenant, ...] = ()) -> None:
+        await asyncio.gather(*[c.configure(options, tenants) for c in self.clients])
+
+    async def stats(self) -> ClusterStats:
+        return merged(await asyncio.gather(*[c.stats() for c in self.clients]))
+
+    async def drain_group(self, group_id: str, seconds: float) -> bool:
+        """Have a group move what it has and end. False: there is no such group."""
+        first, *others = self.clients
+        await asyncio.gather(*[c.drain_group(group_id, None) for c in others])  # or they would send it more
+        return await first.drain_group(group_id, seconds)
+
+
+def merged(stats: Sequence[ClusterStats]) -> ClusterStats:
+    """Groups, stores and their fetches are known to every scheduler alike; what waits and what was decided adds up."""
+    queued: Counter[str] = Counter()
+    fetched: Counter[str] = Counter()
+    computed: Counter[str] = Counter()
+    for s in stats:
+        queued.update(s.num_queued)
+        for model, num_fetched, num_computed in s.fetch_decisions:
+            fetched[model] += num_fetched
+            computed[model] += num_computed
+    decisions = tuple((model, fetched[model], computed[model]) for model in fetched | computed)
+    most = max(stats, key=lambda s: len(s.groups))  # one that has just restarted may not know all yet
+    return replace(most, num_queued=dict(queued), fetch_decisions=decisions)
