@@ -14,6 +14,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -102,9 +103,9 @@ class BatchRunner:
             lock = await asyncio.to_thread(self.store.lock, batch)
             if lock is not None:
                 task = self._running[batch.id] = asyncio.create_task(self._run(batch, lock))
-                task.add_done_callback(lambda _, batch_id=batch.id: self._ended(batch_id))
+                task.add_done_callback(partial(self._ended, batch.id))
 
-    def _ended(self, batch_id: str) -> None:
+    def _ended(self, batch_id: str, task: asyncio.Task) -> None:
         del self._running[batch_id]
         self._wake.set()
 

@@ -72,8 +72,8 @@ _RANGES: Mapping[str, Schema] = {
 def document(paths: set[str]) -> Schema:
     """The document of those of the API's paths that are served."""
     described = {path: item for path, item in _paths().items() if path in paths}
-    requests = [kind for kind, _ in ENDPOINTS.values()] + [DetokenizeRequest, BatchRequest]
-    answers = [*filter(None, _ANSWERS.values()), ModelCard, ModelList, Tokens, Text]
+    requests: list[type[BaseModel]] = [*(kind for kind, _ in ENDPOINTS.values()), DetokenizeRequest, BatchRequest]
+    answers: list[type[BaseModel]] = [*filter(None, _ANSWERS.values()), ModelCard, ModelList, Tokens, Text]
     _, schemas = models_json_schema(
         [(kind, "validation") for kind in (*requests, *answers)], ref_template=_REF, title="PagedRay"
     )
