@@ -13,7 +13,7 @@ import fcntl
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,6 @@ class Batch:
     total: int = 0
     completed: int = 0
     failed: int = 0
-    extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def over(self) -> bool:
@@ -61,7 +60,7 @@ class Batch:
     def shown(self) -> dict[str, Any]:
         """The API's object."""
         shown = asdict(self)
-        for name in ("tenant", "ending", "extra", "total", "completed", "failed", "errors"):
+        for name in ("tenant", "ending", "total", "completed", "failed", "errors"):
             del shown[name]
         counts = {"total": self.total, "completed": self.completed, "failed": self.failed}
         errors = {"object": "list", "data": list(self.errors)} if self.errors else None
