@@ -26,7 +26,8 @@ from .tokenize import Text, Tokens
 Schema = dict[str, Any]
 
 _REF = "#/components/schemas/{model}"
-_STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+_STREAM = {"text/event-stream": {"schema": _EVENT}}  # of each event; the last one's data is [DONE]
 _ERRORS = {
     400: "the request is wrong; param says where",
     401: "no valid key, where keys are configured",

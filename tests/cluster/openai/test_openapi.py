@@ -83,6 +83,22 @@ def test_all_that_is_served_is_described(served, schema):
     assert document["openapi"] == "3.1.0" and document["components"]["schemas"]["Error"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "logprobs": True}),
+        ("/v1/completions", {"prompt": "a", "logprobs": 2, "echo": True}),
+        ("/v1/responses", {"input": "a"}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_are_what_the_document_says(schema, path, body, stream):
+    case = schema[path]["POST"].Case(body={**body, "stream": stream}, media_type="application/json")
+    response = case.call()
+    assert response.status_code == 200
+    case.validate_response(response)
+
+
 WITH_BODY = [o for o in OPERATIONS if o.startswith("POST ") and "{" not in o]  # any text is a right id or parameter
 
 
