@@ -1,0 +1,52 @@
+"""Twenty faults on a cluster of two hosts, chosen by a seed: no stream notices, and nothing is left behind.
+
+`tests/bench/chaos.py` is the long run.
+"""
+
+import os
+import random
+
+import pytest
+from fake_engine import byte_tokenizer
+from faults import SHORT_DECK, Chaos, Clients, Cluster, deal, leaks
+from steady_load import answer
+from transformers import PreTrainedTokenizerFast
+
+pytestmark = [
+    pytest.mark.serve,
+    pytest.mark.skipif(not os.environ.get("PAGEDRAY_LONG_TESTS"), reason="takes minutes: set PAGEDRAY_LONG_TESTS=1"),
+]
+
+JOBS = [
+    {"prompt": "One, two,", "temperature": 0, "max_tokens": 700},
+    {"prompt": "abc" * 40, "temperature": 1.0, "seed": 5, "n": 2, "presence_penalty": 0.5, "max_tokens": 300},
+    {"prompt": "x" * 300, "temperature": 0.8, "seed": 7, "max_tokens": 900, "logprobs": 1},
+    {"prompt": "Dear", "temperature": 0.5, "seed": 9, "stop": ["zq"], "max_tokens": 500, "min_tokens": 8},
+]
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tiny_llama, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    model = tiny_llama(vocab_size=300, max_position_embeddings=2048, initializer_range=0.1, eos_token_id=299)
+    model.save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.timeout(900)
+def test_twenty_faults_are_not_noticed(start_hosts, tiny_folder, tmp_path):
+    seed = int(os.environ.get("PAGEDRAY_CHAOS_SEED", "1"))
+    rng = random.Random(seed)
+    engine = {"dtype": "float32", "max_model_len": 2048, "kv_cache_memory": "32MiB"}
+    with start_hosts(2) as network:
+        cluster = Cluster(network, tmp_path, tiny_folder, groups=2, ranks=2, engine=engine)
+        cluster.wait_up()
+        expected = [answer(cluster.url, {"model": "chaos", **job}) for job in JOBS]
+        before = cluster.state()
+        clients = Clients(cluster.url, JOBS, expected, num=3, seed=seed)
+        Chaos(cluster, clients, rng).run(deal(20, rng, SHORT_DECK), settle=0.2)
+        clients.finish()
+        assert not clients.wrong, f"{len(clients.wrong)} of {clients.num_done}: {clients.wrong[:3]}"
+        assert leaks(cluster, before) == []
+        assert clients.num_done > 10

@@ -1,0 +1,109 @@
+"""An application is deployed again with another setting, under 20 requests a second: no request is dropped.
+
+Serve replaces every worker group and both ingresses, one after the other, behind its proxy.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+
+import httpx
+import pytest
+from fake_engine import byte_tokenizer
+from real_server import isolated_env
+from steady_load import SteadyLoad, answer
+from transformers import PreTrainedTokenizerFast
+
+from pagedray.cluster.local_server import free_port
+
+pytestmark = [
+    pytest.mark.serve,
+    pytest.mark.skipif(not os.environ.get("PAGEDRAY_LONG_TESTS"), reason="takes minutes: set PAGEDRAY_LONG_TESTS=1"),
+]
+
+# A driver with a Ray of its own: deploys what a line of its input says, and says "deployed" when all of it runs.
+SCRIPT = """
+    import json, sys
+    import ray
+    from ray import serve
+    from pagedray.cluster.app import build
+
+    ray.init("local", num_cpus=6, include_dashboard=False, log_to_driver=False, _temp_dir=sys.argv[2])
+    serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
+    for line in sys.stdin:
+        serve.run(build(json.loads(line)), name="app", route_prefix="/")
+        print("deployed", flush=True)
+    ray.shutdown()
+"""
+JOBS = [
+    {"prompt": "One, two,", "temperature": 0, "max_tokens": 24},
+    {"prompt": "abc" * 40, "temperature": 1.0, "seed": 5, "n": 2, "presence_penalty": 0.5, "max_tokens": 16},
+    {"prompt": "x" * 300, "temperature": 0.8, "seed": 7, "max_tokens": 1200, "logprobs": 1},
+    {"prompt": "y", "temperature": 1.0, "seed": 1, "max_tokens": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tiny_llama, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    model = tiny_llama(vocab_size=300, max_position_embeddings=2048, initializer_range=0.1, eos_token_id=299)
+    model.save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend).save_pretrained(folder)
+    return folder
+
+
+def arguments(folder, max_num_seqs):
+    engine = {"dtype": "float32", "cpu_threads": 1, "kv_cache_memory": "64MiB", "max_num_seqs": max_num_seqs}
+    config = {
+        "model_loading_config": {"model_id": "tiny", "model_source": str(folder)},
+        "engine_kwargs": engine,
+        "deployment_config": {"num_replicas": 2},
+    }
+    return json.dumps({"llm_configs": [config], "ingress": {"num_replicas": 2}}) + "\n"
+
+
+@pytest.mark.timeout(600)
+def test_every_group_and_ingress_is_replaced_and_no_request_dropped(tiny_folder, tmp_path, tmp_path_factory):
+    port = free_port("127.0.0.1", 0)
+    url, ray_folder = f"http://127.0.0.1:{port}", f"/tmp/pr-{port}"
+    with (tmp_path / "log").open("w") as log:
+        driver = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(SCRIPT), str(port), ray_folder],
+            env=isolated_env(tmp_path) | {"RAY_worker_niceness": "0"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+    try:
+        assert deploy(driver, arguments(tiny_folder, 64)), (tmp_path / "log").read_text()
+        before = groups(url)
+        assert len(before) == 2
+        expected = [answer(url, job) for job in JOBS]
+        with SteadyLoad(url, JOBS, expected, rate=20.0) as load:
+            time.sleep(2.0)
+            assert deploy(driver, arguments(tiny_folder, 48))
+            deadline = time.monotonic() + 120
+            while len(groups(url)) != 2 or groups(url) & before:
+                assert time.monotonic() < deadline
+                time.sleep(0.5)
+            time.sleep(2.0)
+        assert not load.wrong, f"{len(load.wrong)} of {load.num_done}: {load.wrong[:3]}"
+        assert load.num_done > 200
+    finally:
+        driver.stdin.close()
+        driver.wait(60)
+        subprocess.run(["rm", "-rf", ray_folder], check=True)
+
+
+def deploy(driver, line):
+    driver.stdin.write(line)
+    driver.stdin.flush()
+    return driver.stdout.readline() == "deployed\n"
+
+
+def groups(url):
+    return {g["id"] for g in httpx.get(f"{url}/groups", timeout=30).json()["data"]}
