@@ -13,13 +13,14 @@ from pagedray.cluster import cli
 
 pytestmark = pytest.mark.serve
 
-JOBS = [
+SHORT = [
     {"prompt": "One, two,", "temperature": 0, "max_tokens": 24},
     {"prompt": "abc" * 40, "temperature": 1.0, "seed": 5, "n": 2, "presence_penalty": 0.5, "max_tokens": 16},
-    {"prompt": "x" * 300, "temperature": 0.8, "seed": 7, "max_tokens": 1500, "logprobs": 1},  # runs for seconds
     {"prompt": "Dear", "temperature": 0, "stop": ["zq"], "max_tokens": 40, "min_tokens": 8},
     {"prompt": "y", "temperature": 1.0, "seed": 1, "max_tokens": 2},
 ]
+LONG = {"prompt": "x" * 300, "temperature": 0.8, "seed": 7, "max_tokens": 1500, "logprobs": 1}  # runs for seconds
+JOBS = 5 * SHORT + [LONG]
 
 
 @pytest.fixture(scope="module")
