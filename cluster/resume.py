@@ -91,13 +91,14 @@ class ResumingEngine:
     def _go_on(self, request: Request, current: Request, delivered: list[int], began: float) -> Request:
         """The request as the next group gets it."""
         attempt = current.attempt + 1
-        size = self.block_size(request.model)
-        root = root_hash(request.model, request.cache_salt)
-        tokens = request.prompt_token_ids + tuple(delivered)
+        hashes, size = request.block_hashes, self.block_size(request.model)
+        if size and delivered:  # what the first group has made may be found, too
+            root = root_hash(request.model, request.cache_salt)
+            hashes = hash_prompt(request.prompt_token_ids + tuple(delivered), size, root)
         return replace(
             request,
             request_id=f"{request.request_id}~{attempt}",  # what the old group may still say is nobody's
-            block_hashes=hash_prompt(tokens, size, root) if size else request.block_hashes,
+            block_hashes=hashes,
             output_token_ids=tuple(delivered),
             attempt=attempt,
             age=time.monotonic() - began,

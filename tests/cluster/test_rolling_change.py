@@ -1,6 +1,6 @@
 """An application is deployed again with another setting, under 20 requests a second: no request is dropped.
 
-Serve replaces every worker group and both ingresses, one after the other, behind its proxy.
+Serve replaces every worker group, one after the other; an engine's setting leaves the ingresses as they are.
 """
 
 import json
@@ -66,7 +66,7 @@ def arguments(folder, max_num_seqs):
 
 
 @pytest.mark.timeout(600)
-def test_every_group_and_ingress_is_replaced_and_no_request_dropped(tiny_folder, tmp_path, tmp_path_factory):
+def test_every_group_is_replaced_and_no_request_dropped(tiny_folder, tmp_path, tmp_path_factory):
     port = free_port("127.0.0.1", 0)
     url, ray_folder = f"http://127.0.0.1:{port}", f"/tmp/pr-{port}"
     with (tmp_path / "log").open("w") as log:
