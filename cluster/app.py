@@ -43,7 +43,12 @@ def application(config: ApplicationConfig, listen: ListenAddress | None = None) 
     num_shards = config.scheduler.scheduler_shards
     groups = [
         keep_version(_group(model), group_version(model, num_shards)).bind(
-            model.model_id, model.engine, _LOAD_TIMEOUT, _drain_timeout(model.deployment), num_shards
+            model.model_id,
+            model.engine,
+            _LOAD_TIMEOUT,
+            _drain_timeout(model.deployment),
+            num_shards,
+            config.observability,
         )
         for model in config.models
     ]

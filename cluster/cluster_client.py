@@ -14,8 +14,9 @@ from ..scheduler.errors import EngineDead, GroupLost, PagedRayError, ReaderTooSl
 from ..scheduler.request import Request, SequenceOutput
 from ..scheduler.tenants import RateLimits, Tenant
 from .channel import Channel, ChannelAddress, ChannelBroken
-from .config import SchedulerOptions
+from .config import ObservabilityOptions, SchedulerOptions
 from .global_scheduler import CALL_TIMEOUT, Assignments, ClusterStats, group_gone
+from .metrics.reports import IngressReport
 from .token_stream import StreamAddress, TokenFrame, read_frames
 
 logger = logging.getLogger(__name__)
@@ -81,11 +82,16 @@ class ClusterClient:
             elif not done:
                 self._abandon(request.request_id)
 
-    async def stats(self) -> ClusterStats:
-        return await self._call("stats")
+    async def stats(self, ingress: IngressReport | None = None, with_ingresses: bool = False) -> ClusterStats:
+        return await self._call("stats", ingress, with_ingresses)
 
-    async def configure(self, options: SchedulerOptions, tenants: tuple[Tenant, ...] = ()) -> None:
-        await self._call("configure", options, tenants)
+    async def configure(
+        self,
+        options: SchedulerOptions,
+        tenants: tuple[Tenant, ...] = (),
+        observability: ObservabilityOptions | None = None,
+    ) -> None:
+        await self._call("configure", options, tenants, observability)
 
     async def drain_group(self, group_id: str, seconds: float | None) -> bool:
         """See `GlobalScheduler.drain_group`."""
@@ -165,7 +171,7 @@ class ClusterClient:
                 self._leaders.pop(group_id, None)
                 del self._readers[group_id]
                 try:  # first: its sequences must not be sent there again
-                    await self._call("remove_group", group_id)
+                    await self._call("remove_group", group_id, "unreachable")
                 except PagedRayError as unreachable:
                     logger.warning("group %s cannot be removed: %s", group_id, unreachable)
                 self._fail_group(group_id)

@@ -7,6 +7,7 @@
     ingress: {num_replicas: 1}                        # Ray Serve's deployment options
     scheduler: {max_queued_requests: 1024}
     files: {path: /var/lib/pagedray}                  # of /v1/files and /v1/batches, there with it
+    observability: {vllm_metric_names: true}          # see docs/observability.md
     tenants:                                          # without any, everybody may do everything
       - {name: acme, api_keys: [sk-…], weight: 2.0, requests_per_minute: 600}
     tenants: /etc/pagedray/tenants.yaml               # or they stand in a file of their own, with keys that are secret
@@ -61,6 +62,16 @@ class SchedulerOptions:
     scheduler_shards: int = 1  # actors among whom tenants and models are divided (docs/scheduling.md)
 
 
+@dataclass(frozen=True)
+class ObservabilityOptions:
+    """What the application tells of itself, beside `/metrics`."""
+
+    vllm_metric_names: bool = False  # in /metrics, beside ours
+    json_logs: bool = False  # every process logs JSON lines to stderr, one for each request too
+    otlp_traces_endpoint: str | None = None  # vLLM's name: where an OpenTelemetry collector takes OTLP over HTTP
+    trace_sample_ratio: float = 1.0  # of requests that do not come with a trace of their own
+
+
 @dataclass(frozen=True, slots=True)
 class ApplicationConfig:
     """All that `cluster.app.build` needs to know."""
@@ -70,6 +81,7 @@ class ApplicationConfig:
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     tenants: tuple[Tenant, ...] = ()
     files: FileOptions | None = None
+    observability: ObservabilityOptions = field(default_factory=ObservabilityOptions)
 
     @classmethod
     def parse(cls, args: Any) -> "ApplicationConfig":
@@ -108,7 +120,15 @@ class ApplicationConfig:
             raise ConfigError(f"tenants has {twice!r} twice: names must differ")
         TenantDirectory(tenants)  # says where two have the same key
         files = _files(root.files) if root.files else None
-        return cls(tuple(models), ingress, SchedulerOptions(**scheduler.model_dump()), tenants, files)
+        observability = _read(_Observability, root.observability, "observability")
+        return cls(
+            tuple(models),
+            ingress,
+            SchedulerOptions(**scheduler.model_dump()),
+            tenants,
+            files,
+            ObservabilityOptions(**observability.model_dump()),
+        )
 
     @staticmethod
     def for_model(model: str, served_model_name: str | None = None, engine_kwargs: dict | None = None) -> dict:
@@ -152,6 +172,7 @@ class _Application(_Section):
     scheduler: dict[str, Any] = {}
     tenants: Any = []
     files: dict[str, Any] = {}
+    observability: dict[str, Any] = {}
     refused = {"ingress_cls_config": "PagedRay has its own ingress"}
 
     @field_validator("tenants")
@@ -188,6 +209,20 @@ def _files(raw: dict[str, Any]) -> FileOptions:
     if not Path(options.path).expanduser().is_absolute():  # an ingress has a working folder of its own
         raise ConfigError(f"files.path must be an absolute path, not {options.path!r}")
     return options
+
+
+class _Observability(_Section):
+    vllm_metric_names: bool = ObservabilityOptions.vllm_metric_names
+    json_logs: bool = ObservabilityOptions.json_logs
+    otlp_traces_endpoint: str | None = None
+    trace_sample_ratio: float = Field(ObservabilityOptions.trace_sample_ratio, ge=0, le=1)
+
+    @field_validator("otlp_traces_endpoint")
+    @classmethod
+    def _url(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("http://", "https://")):
+            raise ValueError("must be a URL such as http://collector:4318/v1/traces")
+        return value
 
 
 class _TenantSection(_Section):

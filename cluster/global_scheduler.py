@@ -10,6 +10,7 @@ import logging
 import math
 import time
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from ..scheduler.dispatcher import Dispatcher
+from ..scheduler.dispatcher import Dispatcher, TenantStats
 from ..scheduler.errors import GroupLost, PagedRayError
 from ..scheduler.kv_sources import FetchOutcome
 from ..scheduler.placement import GroupCapacity, GroupLoad
@@ -26,9 +27,12 @@ from ..scheduler.request import Request
 from ..scheduler.step import SchedulerStats
 from ..scheduler.tenants import RateLimits, Tenant, TenantDirectory
 from .channel import Channel, ChannelAddress, ChannelBroken, ChannelServer
-from .config import SchedulerOptions
+from .config import ObservabilityOptions, SchedulerOptions
+from .json_log import log_as_json
+from .metrics.reports import GroupTimes, IngressReport
 from .tasks import Tasks
 from .token_stream import decode_error, encode_error
+from .tracing import OFF, Tracing, make_tracing, now_ns
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +99,7 @@ class GroupInfo:
     requests: tuple[tuple[str, Request], ...] = ()  # ingress id and request, of what it has already
     channel: ChannelAddress | None = None  # for add_requests
     draining: bool = False  # it will leave: it gets nothing more
+    nodes: tuple[str, ...] = ()  # ids of Ray's nodes, of each rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,7 @@ class GroupReport:
     blocks: tuple[BlockEvents, ...] = ()  # in order
     served: tuple[tuple[str, int], ...] = ()  # tenant, tokens made for it since the last report
     fetches: tuple[FetchOutcome, ...] = ()  # that have ended since the last report
+    times: GroupTimes | None = None  # where they are news
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +169,20 @@ class GroupStatus:
     block_size: int = 0  # tokens
     num_indexed_blocks: int = 0  # cached there, as the prefix index has it
     draining: bool = False
+    nodes: tuple[str, ...] = ()  # of each rank
+    times: GroupTimes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerReport:
+    """What a global scheduler has counted."""
+
+    scheduler: str  # another one after a restart
+    tenants: tuple[TenantStats, ...] = ()
+    num_groups: tuple[tuple[str, int], ...] = ()  # by model
+    num_indexed: tuple[tuple[str, str, int], ...] = ()  # model, group, blocks of it in the prefix index
+    groups_lost: tuple[tuple[str, str, int], ...] = ()  # model, how it was noticed, how many
+    fetch_decisions: tuple[tuple[str, int, int], ...] = ()  # as in `ClusterStats`
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +192,8 @@ class ClusterStats:
     stores: tuple[tuple[str, StoreStats], ...] = ()  # by node
     fetches: tuple[FetchStats, ...] = ()
     fetch_decisions: tuple[tuple[str, int, int], ...] = ()  # model, prefixes fetched, those computed all the same
+    schedulers: tuple[SchedulerReport, ...] = ()  # one, or of each shard
+    ingresses: tuple[IngressReport, ...] = ()
 
 
 def group_gone() -> GroupLost:
@@ -204,13 +226,28 @@ class GlobalScheduler:
         self._tasks = Tasks()
         self.last_called = time.monotonic()
         self._tasks.spawn(self._watch_for_ever())
+        self.times: dict[str, GroupTimes] = {}  # by group id
+        self.groups_lost: dict[tuple[str, str], int] = {}  # by model and reason
+        self.ingresses: dict[str, tuple[float, IngressReport]] = {}  # by id: when it told, and what
+        self.observability: ObservabilityOptions | None = None
+        self.tracing: Tracing = OFF
+        self.traced: dict[str, tuple[str, int]] = {}  # of queued requests: traceparent, when they came
         self.channels: dict[str, Channel] = {}  # to leaders, by group id
         self.server: ChannelServer | None = None
 
     # -- what ingresses call ------------------------------------------------------------------------------------------
 
-    async def configure(self, options: SchedulerOptions, tenants: tuple[Tenant, ...] = ()) -> None:
+    async def configure(
+        self,
+        options: SchedulerOptions,
+        tenants: tuple[Tenant, ...] = (),
+        observability: ObservabilityOptions | None = None,
+    ) -> None:
         """Set the queue's bounds and the tenants. Ingresses repeat it, so that a restarted scheduler has them too."""
+        if observability is not None and observability != self.observability:
+            self.observability, self.tracing = observability, make_tracing("scheduler", observability)
+            if observability.json_logs:
+                log_as_json("scheduler")
         if tenants != self.tenants:
             self.tenants = tenants
             self.dispatcher.quotas.replace(TenantDirectory(tenants))
@@ -228,6 +265,8 @@ class GlobalScheduler:
             try:
                 self.dispatcher.submit(request, now)
                 self.ingress_of[request.request_id] = ingress_id
+                if request.traceparent:
+                    self.traced.setdefault(request.request_id, (request.traceparent, now_ns()))
             except PagedRayError as error:
                 self._tell(ingress_id, request.request_id, error=error)
             group_id = self.dispatcher.group_of(request.request_id)
@@ -262,7 +301,7 @@ class GlobalScheduler:
         """Forget requests that nobody waits for, and have their groups abort them."""
         by_group: dict[str, list[str]] = {}
         for request_id in request_ids:
-            self.ingress_of.pop(request_id, None)
+            self._gone(request_id)
             group_id = self.dispatcher.cancel(request_id, time.monotonic())
             if group_id in self.groups:
                 by_group.setdefault(group_id, []).append(request_id)
@@ -270,8 +309,11 @@ class GlobalScheduler:
             self._tasks.spawn(self._call_leader(group_id, "abort", ids))
         self._dispatch()
 
-    async def stats(self) -> ClusterStats:
-        self.last_called = time.monotonic()
+    async def stats(self, ingress: IngressReport | None = None, with_ingresses: bool = False) -> ClusterStats:
+        """What there is. An ingress brings what it has counted itself, and may ask for what all of them have told."""
+        self.last_called = now = time.monotonic()
+        if ingress is not None:
+            self.ingresses[ingress.ingress_id] = now, ingress
         groups = tuple(
             GroupStatus(
                 g.group_id,
@@ -281,12 +323,34 @@ class GlobalScheduler:
                 g.capacity.block_size,
                 self.dispatcher.index.num_blocks_of(g.group_id),
                 g.draining,
+                g.nodes,
+                self.times.get(g.group_id),
             )
             for g in self.groups.values()
         )
         decisions = tuple((model, *counts) for model, counts in self.dispatcher.num_fetches().items())
         stores, fetches = tuple(self.stores.items()), tuple(self.fetches.values())
-        return ClusterStats(self.dispatcher.num_queued(), groups, stores, fetches, decisions)
+        return ClusterStats(
+            self.dispatcher.num_queued(),
+            groups,
+            stores,
+            fetches,
+            decisions,
+            (self._own_report(groups, decisions),),
+            tuple(report for _, report in self.ingresses.values()) if with_ingresses else (),
+        )
+
+    def _own_report(
+        self, groups: Sequence[GroupStatus], decisions: tuple[tuple[str, int, int], ...]
+    ) -> SchedulerReport:
+        return SchedulerReport(
+            self.epoch[:8],
+            tuple(self.dispatcher.tenant_stats()),
+            tuple(Counter(g.model for g in groups).items()),
+            tuple((g.model, g.group_id, g.num_indexed_blocks) for g in groups),
+            tuple((model, reason, count) for (model, reason), count in self.groups_lost.items()),
+            decisions,
+        )
 
     # -- what groups call ---------------------------------------------------------------------------------------------
 
@@ -316,6 +380,8 @@ class GlobalScheduler:
         if report.group_id not in self.groups:
             return False
         self.reports[report.group_id] = report.stats
+        if report.times is not None:
+            self.times[report.group_id] = report.times
         self.last_heard[report.group_id] = self.last_called = time.monotonic()
         if not all([self.dispatcher.block_events(report.group_id, events) for events in report.blocks]):
             self._tasks.spawn(self._call_leader(report.group_id, "send_snapshot", None))
@@ -324,7 +390,7 @@ class GlobalScheduler:
         for tenant, tokens in report.served:
             self.dispatcher.served(self.groups[report.group_id].model, tenant, tokens)
         for request_id in report.finished:
-            self.ingress_of.pop(request_id, None)
+            self._gone(request_id)
         self.dispatcher.finished(report.finished, time.monotonic())
         if report.load is not None:
             self.dispatcher.report(report.group_id, report.load, time.monotonic())
@@ -363,18 +429,21 @@ class GlobalScheduler:
             self._tasks.spawn(self._call_leader(group_id, "leave", leave_within))
         return True
 
-    async def remove_group(self, group_id: str) -> None:
-        """A group leaves or was found dead. What it held fails with a retriable error."""
+    async def remove_group(self, group_id: str, reason: str = "left") -> None:
+        """A group leaves or was found dead, and `reason` says how. What it held fails with a retriable error."""
         info = self.groups.pop(group_id, None)
         if channel := self.channels.pop(group_id, None):
             channel.close()
         self.reports.pop(group_id, None)
+        self.times.pop(group_id, None)
         self.last_heard.pop(group_id, None)
         if info is None:
             return
+        key = info.model, reason
+        self.groups_lost[key] = self.groups_lost.get(key, 0) + 1
         self.fetches = {key: stats for key, stats in self.fetches.items() if key[0] != group_id}
         for request_id in self.dispatcher.remove_group(group_id):
-            ingress_id = self.ingress_of.pop(request_id, None)
+            ingress_id = self._gone(request_id)
             if ingress_id:
                 self._tell(ingress_id, request_id, error=group_gone())
 
@@ -386,9 +455,11 @@ class GlobalScheduler:
             batch = [(self.ingress_of[r.request_id], r) for r in requests]
             for ingress_id, request in batch:
                 self._tell(ingress_id, request.request_id, group_id)
+                if request.request_id in self.traced:
+                    self._trace(request.request_id, {"pagedray.group": group_id})
             self._tasks.spawn(self._call_leader(group_id, "add_requests", batch, self.shard))
         for request_id, error in self.dispatcher.take_refused():
-            self._tell(self.ingress_of.pop(request_id), request_id, error=error)
+            self._refuse(request_id, error)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -410,7 +481,7 @@ class GlobalScheduler:
             await asyncio.wait_for(getattr(info.leader, method).remote(*arguments), CALL_TIMEOUT)
         except (ray.exceptions.RayError, TimeoutError) as error:
             logger.warning("group %s does not answer %s: %r", group_id, method, error)
-            await self.remove_group(group_id)
+            await self.remove_group(group_id, "unanswering")
 
     async def _watch_for_ever(self) -> None:
         """Give up groups that have fallen silent, and requests that have waited too long."""
@@ -421,7 +492,7 @@ class GlobalScheduler:
                 self._leave()
             for group_id in [g for g, heard in self.last_heard.items() if now - heard > SILENCE_SECONDS]:
                 logger.warning("group %s has been silent for %.0f s", group_id, SILENCE_SECONDS)
-                await self.remove_group(group_id)
+                await self.remove_group(group_id, "silent")
             for node_id in [n for n, heard in self.store_heard.items() if now - heard > SILENCE_SECONDS]:
                 logger.warning("the KV store of node %s has been silent for %.0f s", node_id, SILENCE_SECONDS)
                 self.dispatcher.sources.remove(node_id)
@@ -429,8 +500,24 @@ class GlobalScheduler:
             for ingress_id in [i for i, asked in self.last_asked.items() if now - asked > _KEEP_NEWS_SECONDS]:
                 del self.last_asked[ingress_id]
                 self.news.pop(ingress_id, None)
+            self.ingresses = {i: known for i, known in self.ingresses.items() if now - known[0] <= SILENCE_SECONDS}
             for request_id, error in self.dispatcher.expire(now, self.max_queue_seconds):
-                self._tell(self.ingress_of.pop(request_id), request_id, error=error)
+                self._refuse(request_id, error)
+
+    def _refuse(self, request_id: str, error: PagedRayError) -> None:
+        if request_id in self.traced:
+            self._trace(request_id, {"error.type": error.code or error.type})
+        self._tell(self.ingress_of.pop(request_id), request_id, error=error)
+
+    def _gone(self, request_id: str) -> str | None:
+        """Forget a request that has ended; returns the ingress it came from."""
+        self.traced.pop(request_id, None)
+        return self.ingress_of.pop(request_id, None)
+
+    def _trace(self, request_id: str, attributes: dict[str, str]) -> None:
+        """A request that is traced does not wait any more."""
+        traceparent, came = self.traced.pop(request_id)
+        self.tracing.record("schedule", traceparent, came, now_ns(), {"pagedray.request_id": request_id} | attributes)
 
     def _tell(
         self, ingress_id: str, request_id: str, group_id: str | None = None, error: PagedRayError | None = None

@@ -5,15 +5,17 @@ import base64
 import logging
 import pickle
 import time
+import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import ray
 from fastapi import FastAPI
 from ray import serve
 
 from ..scheduler.block_pool import hash_prompt, root_hash
-from ..scheduler.errors import EngineDead, PagedRayError, RateLimited
+from ..scheduler.errors import EngineDead, PagedRayError
 from ..scheduler.request import Request, SequenceOutput
 from ..scheduler.tenants import TenantDirectory
 from ..workers.checkpoint.locate import read_config
@@ -22,7 +24,11 @@ from .config import ApplicationConfig, ModelDeployment
 from .global_scheduler import ClusterStats
 from .group_routes import add_group_routes
 from .http_server import HttpServer, ListenAddress
-from .metrics import RequestMetrics
+from .json_log import log_as_json
+from .metrics import exposition
+from .metrics.http import HttpWatch, add_metric_routes
+from .metrics.reports import IngressReport
+from .metrics.requests import RequestMetrics
 from .openai.batch_runner import BatchRunner
 from .openai.batch_store import BatchStore
 from .openai.engine_client import EngineClient, ServedModel
@@ -33,6 +39,7 @@ from .resume import ResumingEngine
 from .sharded_client import ShardedClient
 from .text.tokenizer import Tokenizer
 from .text.tool_calls import detect_parser
+from .tracing import make_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -59,43 +66,18 @@ class MeasuredEngine:
         return replace(request, tenant=tenant.name, cache_salt=salt, block_hashes=hashes)
 
     async def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
-        request = self._stamp(request)
-        metrics, model, tenant = self.metrics, request.model, request.tenant
-        metrics.tenant_tokens.labels(tenant, "prompt").inc(len(request.prompt_token_ids))
-        tenant_generated = metrics.tenant_tokens.labels(tenant, "generation")
-        began = last = time.monotonic()
-        first = True
-        metrics.prompt_tokens.labels(model).inc(len(request.prompt_token_ids))
-        generated, inter_token = metrics.generation_tokens.labels(model), metrics.inter_token.labels(model)
-        outputs = self.engine.generate(request)
-        reason = "abort"
-        with metrics.in_flight.labels(model).track_inprogress():
-            try:
-                async for output in outputs:
-                    now = time.monotonic()
-                    if first:
-                        metrics.ttft.labels(model).observe(now - began)
-                        first = False
-                    else:
-                        inter_token.observe(now - last)
-                    last = now
-                    generated.inc(len(output.token_ids))
-                    tenant_generated.inc(len(output.token_ids))
-                    if output.finish_reason:
-                        reason = output.finish_reason
-                        metrics.e2e.labels(model).observe(now - began)
-                    yield output
-            except PagedRayError as error:
-                reason = ""
-                metrics.failed.labels(model, error.code or error.type).inc()
-                if isinstance(error, RateLimited):
-                    metrics.tenant_limited.labels(tenant).inc()
-                    logger.info("tenant %s: %s", tenant, error)
-                raise
-            finally:
-                await outputs.aclose()
-                if reason:
-                    metrics.success.labels(model, reason).inc()
+        watch = self.metrics.watch(self._stamp(request))
+        outputs = self.engine.generate(watch.request)
+        try:
+            async for output in outputs:
+                watch.output(output)
+                yield output
+        except PagedRayError as error:
+            watch.failed(error)
+            raise
+        finally:
+            await outputs.aclose()
+            watch.end()
 
 
 def _reading(model: ModelDeployment) -> tuple[Any, ...]:
@@ -121,12 +103,17 @@ class Ingress:
         `groups`: handles of the models' deployments; naming them here makes Serve deploy them.
         """
         self.config = config
+        self.ingress_id = uuid.uuid4().hex[:8]
+        if config.observability.json_logs:
+            log_as_json(f"ingress {self.ingress_id}")
+        self.tracing = make_tracing("ingress", config.observability)
+        self.metrics = RequestMetrics(self.tracing)
+        self.node_id = ray.get_runtime_context().get_node_id()
         self.tenants = TenantDirectory(config.tenants)
         schedulers = global_scheduler.connect_all(
             serve.get_replica_context().app_name, config.scheduler.scheduler_shards
         )
         self.client = ShardedClient(schedulers, self.tenants)
-        self.metrics = RequestMetrics()
         self.cluster = ClusterStats({}, ())
         self.block_sizes: dict[str, int] = {}  # by model, as their groups have it
         self.models: dict[str, ServedModel] = {}
@@ -136,8 +123,8 @@ class Ingress:
         self.resuming = ResumingEngine(
             self.client,
             config.scheduler.migration_limit,
-            lambda request: self.metrics.resumed.labels(request.model).inc(),
-            lambda request: self.metrics.moved.labels(request.model).inc(),
+            lambda request: self.metrics.add("request_resumed", request.model),
+            lambda request: self.metrics.add("request_moved", request.model),
             self._block_size,
         )
         self.engine = MeasuredEngine(self.resuming, self.metrics, self._block_size)
@@ -165,7 +152,7 @@ class Ingress:
         self.resuming.migration_limit = config.scheduler.migration_limit
         self.config = config
         try:
-            await self.client.configure(config.scheduler, config.tenants)
+            await self.client.configure(config.scheduler, config.tenants, config.observability)
         except PagedRayError as error:  # it is told again every two seconds; raising here would end the ingress
             logger.warning("the global scheduler does not know of the changed limits yet: %s", error)
 
@@ -214,6 +201,8 @@ class Ingress:
             batches=self.batches,
         )
         add_group_routes(app, self.client, lambda: not self.config.tenants or caller().operator)
+        add_metric_routes(app, self._whole_cluster)
+        app.add_middleware(HttpWatch, metrics=self.metrics, tracing=self.tracing)  # the outermost
         return app
 
     def _block_size(self, model: str) -> int:
@@ -238,8 +227,8 @@ class Ingress:
     async def _refresh_for_ever(self) -> None:
         while True:
             try:
-                await self.client.configure(self.config.scheduler, self.config.tenants)
-                self._take(await self.client.stats())
+                await self.client.configure(self.config.scheduler, self.config.tenants, self.config.observability)
+                self._take(await self.client.stats(self._report()))
             except Exception:
                 logger.exception("the state of the cluster could not be read")
             await asyncio.sleep(_REFRESH_SECONDS)
@@ -264,9 +253,23 @@ class Ingress:
         if missing:
             raise EngineDead(f"no worker group of {', '.join(sorted(missing))} is up")
 
-    async def _render_metrics(self) -> bytes:
+    def _report(self) -> IngressReport:
+        """What this ingress has counted so far."""
+        return IngressReport(self.ingress_id, self.node_id, self.metrics.counts())
+
+    async def _whole_cluster(self) -> ClusterStats:
+        """What every process has counted. Ours is told first, so that nobody is shown less later on, wherever it asks.
+
+        Where the global scheduler does not answer: the others as they were, without the other ingresses.
+        """
+        report = self._report()
         try:
-            self._take(await asyncio.wait_for(self.client.stats(), _PROBE_SECONDS))
+            cluster = await asyncio.wait_for(self.client.stats(report, with_ingresses=True), _PROBE_SECONDS)
         except (PagedRayError, TimeoutError):
-            logger.warning("the global scheduler does not answer; /metrics shows the groups as they were")
-        return self.metrics.render(self.cluster)
+            logger.warning("the global scheduler does not answer; groups are shown as they were")
+            return replace(self.cluster, ingresses=(report,))
+        self._take(cluster)
+        return cluster
+
+    async def _render_metrics(self) -> bytes:
+        return exposition.render(await self._whole_cluster(), self.config.observability.vllm_metric_names)

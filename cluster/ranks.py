@@ -76,6 +76,11 @@ class RankPlaces:
             **({} if memory is None else {"memory": memory}),
         }
 
+    def nodes(self) -> tuple[str, ...]:
+        """Ids of the nodes of the ranks, from `first` on. Asks Ray."""
+        nodes = _nodes(self.placement_group)
+        return tuple(nodes[bundle] for bundle in self.bundles)
+
     def launch(self, address: "GroupAddress", rank: int) -> "RankHandle":
         """Start a rank as an actor, which is a child of this process and dies with it."""
         actor: Any = ray.remote(Rank)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ from ..scheduler.placement import GroupLoad
 from ..scheduler.prefix_index import BlockEvents
 from ..scheduler.step import SchedulerStats
 from .global_scheduler import CALL_TIMEOUT, GroupInfo, GroupReport
+from .metrics.reports import GroupTimes
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +64,10 @@ class SchedulerLink:
         info = self.introduce(self)
         await asyncio.wait_for(self.scheduler.register_group.remote(info), CALL_TIMEOUT)
 
-    async def report_for_ever(self, group_id: str, stats: Callable[[], SchedulerStats]) -> None:
+    async def report_for_ever(
+        self, group_id: str, stats: Callable[[], SchedulerStats], times: Callable[[], GroupTimes]
+    ) -> None:
+        timed_at = 0.0
         while True:
             try:
                 await asyncio.wait_for(self._wake.wait(), _REPORT_SECONDS)
@@ -71,7 +76,10 @@ class SchedulerLink:
             self._wake.clear()
             finished, self.finished = self.finished, []
             blocks, served, fetches = _drain(self.blocks), _drain(self.served), _drain(self.fetches)
-            report = GroupReport(group_id, tuple(finished), stats(), self.load, blocks, served, fetches)
+            timed = None
+            if time.monotonic() > timed_at + _REPORT_SECONDS:  # not in each of the many reports of a busy group
+                timed_at, timed = time.monotonic(), times()
+            report = GroupReport(group_id, tuple(finished), stats(), self.load, blocks, served, fetches, timed)
             try:
                 known: bool = await asyncio.wait_for(self.scheduler.report.remote(report), CALL_TIMEOUT)
                 if not known:

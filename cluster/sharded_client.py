@@ -16,8 +16,9 @@ from ..scheduler.request import Request, SequenceOutput
 from ..scheduler.shards import shard_of
 from ..scheduler.tenants import RateLimits, Tenant, TenantDirectory
 from .cluster_client import ClusterClient
-from .config import SchedulerOptions
+from .config import ObservabilityOptions, SchedulerOptions
 from .global_scheduler import ClusterStats
+from .metrics.reports import IngressReport
 
 
 class ShardedClient:
@@ -38,11 +39,18 @@ class ShardedClient:
         finally:
             await outputs.aclose()
 
-    async def configure(self, options: SchedulerOptions, tenants: tuple[Tenant, ...] = ()) -> None:
-        await asyncio.gather(*[c.configure(options, tenants) for c in self.clients])
+    async def configure(
+        self,
+        options: SchedulerOptions,
+        tenants: tuple[Tenant, ...] = (),
+        observability: ObservabilityOptions | None = None,
+    ) -> None:
+        await asyncio.gather(*[c.configure(options, tenants, observability) for c in self.clients])
 
-    async def stats(self) -> ClusterStats:
-        return merged(await asyncio.gather(*[c.stats() for c in self.clients]))
+    async def stats(self, ingress: IngressReport | None = None, with_ingresses: bool = False) -> ClusterStats:
+        """Of what ingresses count the first scheduler keeps the books."""
+        first, *others = self.clients
+        return merged(await asyncio.gather(first.stats(ingress, with_ingresses), *[c.stats() for c in others]))
 
     async def drain_group(self, group_id: str, seconds: float) -> bool:
         """Have a group move what it has and end. False: there is no such group."""
@@ -52,7 +60,10 @@ class ShardedClient:
 
 
 def merged(stats: Sequence[ClusterStats]) -> ClusterStats:
-    """Groups, stores and their fetches are known to every scheduler alike; what waits and what was decided adds up."""
+    """Groups, stores and their fetches are known to every scheduler alike; what waits and what was decided adds up.
+
+    What all schedulers know alike, only the first one counts in `schedulers`, so that their sum is a total.
+    """
     queued: Counter[str] = Counter()
     fetched: Counter[str] = Counter()
     computed: Counter[str] = Counter()
@@ -63,4 +74,8 @@ def merged(stats: Sequence[ClusterStats]) -> ClusterStats:
             computed[model] += num_computed
     decisions = tuple((model, fetched[model], computed[model]) for model in fetched | computed)
     most = max(stats, key=lambda s: len(s.groups))  # one that has just restarted may not know all yet
-    return replace(most, num_queued=dict(queued), fetch_decisions=decisions)
+    first, *others = (part for s in stats for part in s.schedulers)
+    parts = (first, *(replace(part, num_groups=(), num_indexed=(), groups_lost=()) for part in others))
+    return replace(
+        most, num_queued=dict(queued), fetch_decisions=decisions, schedulers=parts, ingresses=stats[0].ingresses
+    )

@@ -7,7 +7,7 @@ version that stands for what its replicas are made of, and keeps it when Serve s
 
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from ray.serve import Deployment
@@ -19,11 +19,13 @@ from .config import ApplicationConfig, ModelDeployment
 
 def ingress_version(config: ApplicationConfig) -> str:
     """An ingress takes everything else in while it runs (`Ingress.reconfigure`)."""
-    return _digest("ingress", config.scheduler.scheduler_shards, config.files and asdict(config.files))
+    observability = asdict(replace(config.observability, vllm_metric_names=False))
+    return _digest("ingress", config.scheduler.scheduler_shards, config.files and asdict(config.files), observability)
 
 
 def group_version(model: ModelDeployment, num_shards: int) -> str:
-    """A worker group is made for its engine, and finds its schedulers when it starts.
+    """A worker group is made for its engine, and finds its schedulers when it starts. Where traces and logs go it is
+    told then, too: that alone is no reason to load a model again.
 
     Replicas and autoscaling Serve changes by itself; resources restart it.
     """

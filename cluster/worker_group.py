@@ -28,12 +28,16 @@ from ..scheduler.request import Request, SequenceOutput
 from ..workers.config import EngineConfig
 from . import global_scheduler
 from .channel import ChannelServer
+from .config import ObservabilityOptions
 from .global_scheduler import CALL_TIMEOUT, FORGOTTEN_SECONDS, GroupInfo
+from .json_log import log_as_json
 from .kv_connector import KVConnector
+from .metrics.group import GroupClock
 from .ranks import RankHandle, RankPlaces
 from .scheduler_link import SchedulerLink
 from .tasks import Tasks
 from .token_stream import StreamAddress, TokenFrame, TokenServer
+from .tracing import make_tracing
 
 if TYPE_CHECKING:
     from ..workers.checkpoint.load import Progress
@@ -68,8 +72,12 @@ class Leader:
         schedulers: Sequence[ActorHandle],
         places: RankPlaces,
         application: str,
+        observability: ObservabilityOptions,
     ):
         self.application = application
+        self.clock = GroupClock(group_id, make_tracing("group", observability))
+        if observability.json_logs:
+            log_as_json(f"group {group_id}")
         self.group_id = group_id
         self.model = model
         self.config = config
@@ -105,9 +113,10 @@ class Leader:
             self.kv = KVConnector(
                 self.application, self.group_id, self.engine, self.rank_actors, me, self._in_engine, len(self.links)
             )
+        self.nodes = await asyncio.to_thread(self.places.nodes)
         await asyncio.gather(*[link.register() for link in self.links])
         for link in self.links:
-            self._tasks.spawn(link.report_for_ever(self.group_id, lambda: self.stats))
+            self._tasks.spawn(link.report_for_ever(self.group_id, lambda: self.stats, self.clock.times))
         self._tasks.spawn(self._look_after())
 
     # -- what the scheduler and ingresses call ------------------------------------------------------------------------
@@ -123,6 +132,7 @@ class Leader:
             self.requests[request.request_id] = ingress_id, request
             link.request_ids.add(request.request_id)
             self.tokens.outbox(ingress_id).request_ids.add(request.request_id)
+        self.clock.received(request for _, request in batch)
         if self.error is not None:
             self._fail_all()
             return
@@ -220,7 +230,7 @@ class Leader:
             while True:
                 while not self._inbox.empty() or not self.engine.has_unfinished():
                     self._inbox.get()()
-                self._step_began = time.monotonic()
+                self._step_began = began = time.monotonic()
                 outputs = self.engine.step()
                 self._step_began = None
                 self._send(outputs)
@@ -228,6 +238,7 @@ class Leader:
                 if self.engine.stalled:
                     self._wait_for_news()
                 self.stats = self.engine.stats()
+                self.clock.stepped(began, outputs, self.stats.num_scheduled_tokens)
                 ended = [o.request_id for o in outputs if o.finish_reason]
                 if ended or time.monotonic() > self._counted_at + _COUNT_SECONDS:
                     self._count()
@@ -321,8 +332,8 @@ class Leader:
             self.error = error
             self._dead.set()
             self._tasks.cancel()
-            for link in self.links:
-                link.scheduler.remove_group.remote(self.group_id)  # first: what is failed here must not come back here
+            for link in self.links:  # first: what is failed here must not come back here
+                link.scheduler.remove_group.remote(self.group_id, "failed")
             self._fail_all()
 
     def _fail_all(self) -> None:
@@ -331,6 +342,7 @@ class Leader:
 
     def _ended(self, request_id: str) -> None:
         ingress_id, _ = self.requests.pop(request_id, (None, None))
+        self.clock.ended(request_id)
         if ingress_id is not None:
             self.tokens.outbox(ingress_id).request_ids.discard(request_id)
             self._tell_ended(request_id)
@@ -349,6 +361,7 @@ class Leader:
     def _ingress_gone(self, ingress_id: str, request_ids: Sequence[str]) -> None:
         logger.warning("ingress %s is gone; aborting its %d sequences", ingress_id, len(request_ids))
         for request_id in request_ids:
+            self.clock.ended(request_id)
             if self.requests.pop(request_id, None) is not None:
                 self._tell_ended(request_id)
         self._inbox.put(lambda: self._abort_in_engine(request_ids))
@@ -404,6 +417,7 @@ class Leader:
             requests=tuple(self.requests[i] for i in link.request_ids),
             channel=self.channel.address,
             draining=self.draining,
+            nodes=self.nodes,
         )
 
     async def _look_after(self) -> None:
@@ -448,6 +462,7 @@ class WorkerGroup:
         load_timeout: float,
         drain_timeout: float = 0.0,
         num_shards: int = 1,
+        observability: ObservabilityOptions = ObservabilityOptions(),  # noqa: B008 - frozen
     ):
         """`drain_timeout`: seconds for its sequences to move when Serve takes it away.
 
@@ -463,7 +478,7 @@ class WorkerGroup:
         places = RankPlaces.of(placement_group, config.tensor_parallel_size)
         actor: Any = ray.remote(Leader)
         self.leader = actor.options(**places.options(0), max_concurrency=10_000).remote(
-            self.group_id, model, config, self.schedulers, places, context.app_name
+            self.group_id, model, config, self.schedulers, places, context.app_name, observability
         )
         self._leaving = False
         self.drain_timeout = drain_timeout
@@ -490,7 +505,7 @@ class WorkerGroup:
         logger.error("group %s is lost and will be built anew: %s", self.group_id, why)
         try:
             ray.kill(self.leader)  # stopped or cut off, it must not come back
-            ray.get([s.remove_group.remote(self.group_id) for s in self.schedulers], timeout=CALL_TIMEOUT)
+            ray.get([s.remove_group.remote(self.group_id, "lost") for s in self.schedulers], timeout=CALL_TIMEOUT)
         finally:
             ray.kill(ray.get_runtime_context().current_actor)
 

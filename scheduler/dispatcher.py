@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from .cost_model import CostModel
 from .errors import DeadlineUnmeetable, EngineDead, Overloaded, PagedRayError
 from .fairness import FairQueue, Key
+from .histogram import Histogram, HistogramCounts
 from .kv_sources import KVSources
 from .placement import Choice, Group, GroupCapacity, GroupLoad, Match, Placement, PlacementOptions
 from .prefix_index import BlockEvents, PrefixIndex
@@ -63,6 +64,35 @@ class _Entry:
         return float("inf") if target is None else self.arrived + target
 
 
+# Seconds in the queue; below the first one nothing was waited for.
+QUEUE_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+@dataclass(frozen=True, slots=True)
+class TenantStats:
+    """What a tenant has waiting and running of a model, and what it was given so far."""
+
+    model: str
+    tenant: str
+    num_queued: int
+    num_placed: int  # requests that groups have
+    counter: float  # its service per weight, by which the fair queue orders
+    computed_tokens: int  # of prompts, as they were expected when they were placed
+    cached_tokens: int
+    generated_tokens: int
+    queue_seconds: HistogramCounts  # of requests that were placed
+
+
+@dataclass(slots=True)
+class _Service:
+    """Running totals of a tenant in a pool."""
+
+    computed: int = 0
+    cached: int = 0
+    generated: int = 0
+    queue: Histogram = field(default_factory=lambda: Histogram(QUEUE_BOUNDS))
+
+
 @dataclass(slots=True)
 class _Pool:
     """The requests and groups of one model."""
@@ -71,6 +101,7 @@ class _Pool:
     placement: Placement
     queued_seconds: float = 0.0  # of prefill that waits
     in_flight: dict[str, tuple[int, float]] = field(default_factory=dict)  # tenant → requests at groups, weight
+    service: dict[str, _Service] = field(default_factory=dict)  # by tenant
 
     @property
     def wait(self) -> float:
@@ -87,6 +118,12 @@ class _Pool:
             quantum += min(options.quantum, options.quantum_seconds * group.capacity.chunk / max(1e-9, seconds))
         if quantum and not 0.7 < quantum / self.queue.quantum < 1.4:
             self.queue.set_quantum(quantum)
+
+    def service_of(self, tenant: str) -> _Service:
+        service = self.service.get(tenant)
+        if service is None:
+            service = self.service[tenant] = _Service()
+        return service
 
     def count(self, tenant: Tenant, change: int) -> None:
         """A request of a tenant came to a group, or left it."""
@@ -179,6 +216,7 @@ class Dispatcher:
                 continue
             entry.group_id = group_id
             pool.count(entry.tenant, 1)
+            pool.service_of(entry.tenant.name)
             pool.placement.restore(group, request.request_id, entry.key, now)
         return elsewhere
 
@@ -221,6 +259,8 @@ class Dispatcher:
         """Tokens were made for a tenant: it is charged for them."""
         pool = self._pool(model)
         pool.queue.charge(tenant, self.options.output_weight * output_tokens)
+        if tenant in pool.service:  # else another scheduler hands out its requests, and counts them
+            pool.service[tenant].generated += output_tokens
         pool.placement.served(output_tokens)
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -372,6 +412,10 @@ class Dispatcher:
         computed = match.num_tokens - choice.num_cached
         cost = options.input_weight * computed + options.cached_weight * choice.num_cached
         pool.queue.charge(entry.tenant.name, cost)
+        service = pool.service_of(entry.tenant.name)
+        service.computed += computed
+        service.cached += choice.num_cached
+        service.queue.observe(now - entry.queued)
         pool.placement.place(entry.request.request_id, choice, match, entry.key, now, urgent)
 
     def _refuse(self, entry: _Entry, choice: Choice, now: float) -> None:
@@ -395,6 +439,28 @@ class Dispatcher:
     def num_queued(self) -> dict[str, int]:
         """Requests that wait, by model; models without any are left out."""
         return {model: len(pool.queue) for model, pool in self._pools.items() if len(pool.queue)}
+
+    def tenant_stats(self) -> list[TenantStats]:
+        """Of every model and every tenant that has asked for it."""
+        found = []
+        for model, pool in self._pools.items():
+            waiting, counters = pool.queue.num_waiting(), pool.queue.counters()
+            for tenant in pool.service.keys() | counters.keys():
+                service = pool.service.get(tenant) or _Service()
+                found.append(
+                    TenantStats(
+                        model,
+                        tenant,
+                        waiting.get(tenant, 0),
+                        pool.in_flight.get(tenant, (0, 0.0))[0],
+                        counters.get(tenant, 0.0),
+                        service.computed,
+                        service.cached,
+                        service.generated,
+                        service.queue.so_far(),
+                    )
+                )
+        return sorted(found, key=lambda stats: (stats.model, stats.tenant))
 
     def rate_limits(self, tenant: str, now: float) -> RateLimits:
         return self.quotas.limits(self.quotas.directory.get(tenant), now)

@@ -116,6 +116,10 @@ class FairQueue(Generic[T]):
         """Each tenant's service so far, per weight."""
         return {tenant: account.counter for tenant, account in self._accounts.items()}
 
+    def num_waiting(self) -> dict[str, int]:
+        """Each tenant's requests that wait."""
+        return {tenant: len(account.waiting) for tenant, account in self._accounts.items()}
+
     def backlogged(self) -> list[str]:
         return list(self._backlogged)
 

@@ -19,6 +19,7 @@ class KVSource:
     store: str
     num_blocks: int
     seconds: float  # that it reckons with
+    same_node: bool = False  # the store is on the node of the group that is to fetch
 
 
 @dataclass(frozen=True, slots=True)

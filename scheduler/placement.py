@@ -315,7 +315,7 @@ class Placement:
             rest = group.prefill_seconds(match.num_tokens - fetched, fetched)
             late = max(0.0, arrival - start)  # it travels while the request waits
             if capacity.fetch_weight * late + rest < capacity.fetch_weight * delay + seconds:
-                source = KVSource(offer.store, offer.num_blocks, arrival)
+                source = KVSource(offer.store, offer.num_blocks, arrival, offer.same_node)
                 cached, seconds, delay = fetched, rest, late
         # what it goes before waits in its turn
         interference = options.interference_weight * group.num_decoding * seconds + 0.1 * max(0.0, backlog - start)

@@ -176,6 +176,7 @@ class Request:
     output_token_ids: tuple[int, ...] = ()
     attempt: int = 0
     age: float = 0.0
+    traceparent: str = ""  # of the span that it belongs to (W3C Trace Context); empty: it is not traced
 
     @property
     def reads_prompt(self) -> bool:

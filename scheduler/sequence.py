@@ -18,6 +18,7 @@ class Sequence:
         "max_len",
         "num_computed_tokens",
         "num_cached_tokens",
+        "fetched",
         "block_ids",
         "block_hashes",
         "awaits_token",
@@ -35,6 +36,7 @@ class Sequence:
         self.max_len = max_len  # tokens, prompt included, at which it ends
         self.num_computed_tokens = 0
         self.num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache at first admission
+        self.fetched: tuple[int, bool] | None = None  # where a fetch that it ordered begins, in blocks; from its node?
         self.block_ids: list[int] = []
         self.block_hashes: list[BlockHash] = []  # of full blocks of known tokens
         self.awaits_token = False  # a step that draws its next token is in flight

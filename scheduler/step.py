@@ -52,6 +52,9 @@ class SchedulerStats:
     prefix_cache_hits: int  # tokens found
     num_steps: int
     num_waiting_for_kv: int = 0  # of those that wait, for blocks that are on their way
+    prefix_cache_hits_node: int = 0  # of the tokens found, those that were fetched for it from the node's store
+    prefix_cache_hits_network: int = 0  # and from another node's
+    num_scheduled_tokens: int = 0  # computed in all steps
 
 
 class StepScheduler:
@@ -100,6 +103,8 @@ class StepScheduler:
         self._num_preemptions = 0
         self._prefix_cache_queries = 0
         self._prefix_cache_hits = 0
+        self._fetched_hits = {True: 0, False: 0}  # tokens; from the store of this node?
+        self._num_scheduled_tokens = 0
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -161,6 +166,7 @@ class StepScheduler:
         timeout = min(self.kv_fetch_timeout, _FETCH_SLACK_SECONDS + _FETCH_SLACK * source.seconds)
         after_step = self._step_id - 1
         self.fetches.begin(seq.request.request_id, source, hashes, prefix, now + timeout, after_step)
+        seq.fetched = len(prefix), source.same_node
 
     def take_fetches(self, now: float) -> list[KVFetch]:
         """What the ranks should fetch from now on; what is late is no longer waited for. End each by `end_fetch`."""
@@ -204,6 +210,7 @@ class StepScheduler:
         plan = StepPlan(self._step_id, tuple(self._released), tuple(new), tuple(scheduled))
         self._released.clear()
         self._in_flight[self._step_id] = plan.num_tokens, sharers
+        self._num_scheduled_tokens += plan.num_tokens
         for seq in sharers:
             seq.num_in_flight += 1
         self._step_id += 1
@@ -236,6 +243,9 @@ class StepScheduler:
                 seq.num_cached_tokens = seq.num_computed_tokens
                 self._prefix_cache_queries += len(seq.token_ids)
                 self._prefix_cache_hits += seq.num_computed_tokens
+                if seq.fetched is not None:
+                    first, same_node = seq.fetched
+                    self._fetched_hits[same_node] += max(0, len(blocks) - first) * self.block_size
             pending.update((h, seq.key) for h in hashes[len(blocks) :])
             self._waiting.remove(seq)
             insort(self._running, seq, key=_key)
@@ -461,6 +471,9 @@ class StepScheduler:
             prefix_cache_hits=self._prefix_cache_hits,
             num_steps=self._step_id,
             num_waiting_for_kv=self.fetches.num_awaited,
+            prefix_cache_hits_node=self._fetched_hits[True],
+            prefix_cache_hits_network=self._fetched_hits[False],
+            num_scheduled_tokens=self._num_scheduled_tokens,
         )
 
     def load(self, num_received: int, cost: CostModel) -> GroupLoad:

@@ -40,7 +40,7 @@ class Tenant:
     priority_class: str = "standard"
     cache_salt: str = ""
     shared_prefix: bool = False  # one cache with all other tenants that have it
-    operator: bool = False  # may see worker groups, and drain them
+    operator: bool = False  # may drain worker groups, and sees what all tenants do
 
     def __post_init__(self) -> None:
         where = f"tenant {self.name!r}"

@@ -14,6 +14,7 @@ from .transport import error_response
 _NOBODY = Tenant("default")
 current_tenant: ContextVar[Tenant] = ContextVar("current_tenant", default=_NOBODY)
 _OPEN_PATHS = frozenset(["/health", "/ready", "/metrics", "/version"])  # for whoever watches the server
+_OPEN_FOLDERS = ("/metrics/",)
 
 
 def caller() -> Tenant:
@@ -33,7 +34,7 @@ class TenantGate:
         self.limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS:
+        if scope["type"] != "http" or _is_open(scope["path"]):
             await self.app(scope, receive, send)
             return
         try:
@@ -56,6 +57,10 @@ class TenantGate:
             await self.app(scope, receive, with_limits)
         finally:
             current_tenant.reset(token)
+
+
+def _is_open(path: str) -> bool:
+    return path in _OPEN_PATHS or path.startswith(_OPEN_FOLDERS)
 
 
 def _bearer(headers: Headers) -> str | None:

@@ -58,7 +58,7 @@ class Busy:
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._run, args=(url, prompt))
         self.thread.start()
-        wait_until(lambda: metric(url, "pagedray:num_requests_running") >= 1, 60, "the stream runs")
+        wait_until(lambda: metric(url, "pagedray_num_requests_running") >= 1, 60, "the stream runs")
         time.sleep(0.5)
 
     def _run(self, url: str, prompt: list[int]) -> None:
@@ -81,30 +81,30 @@ def measure(url: str, lengths: list[int], rounds: int, source: str) -> None:
         cold, fetched, device, late = [], [], [], 0
         for _ in range(rounds):
             prompt = [draw.randrange(10, 40000) for _ in range(length)]
-            runs = metric(url, "pagedray:kv_store_published_total")
+            runs = metric(url, "pagedray_kv_store_published_total")
             busy = Busy(url, [draw.randrange(10, 40000) for _ in range(32)])
             cold.append(ttft(url, prompt)[0])
             busy.end()
-            wait_until(lambda: metric(url, "pagedray:num_requests_running") == 0, 60, "nothing runs")
-            wait_until(lambda: metric(url, "pagedray:kv_store_published_total") > runs, 60, "it is published")  # noqa: B023
+            wait_until(lambda: metric(url, "pagedray_num_requests_running") == 0, 60, "nothing runs")
+            wait_until(lambda: metric(url, "pagedray_kv_store_published_total") > runs, 60, "it is published")  # noqa: B023
             time.sleep(1.5)
             busy = Busy(url, prompt)
-            before = metric(url, "pagedray:kv_fetches_total")
+            before = metric(url, "pagedray_kv_fetches_total")
             seconds, _ = ttft(url, prompt)
             time.sleep(0.7)  # a group reports twice a second
-            if metric(url, "pagedray:kv_fetches_total") > before:
+            if metric(url, "pagedray_kv_fetches_total") > before:
                 fetched.append(seconds)
             else:
                 late += 1  # it was computed: fetching would not have been faster, the scheduler thought
             device.append(ttft(url, prompt)[0])
             busy.end()
-            wait_until(lambda: metric(url, "pagedray:num_requests_running") == 0, 60, "nothing runs")
+            wait_until(lambda: metric(url, "pagedray_num_requests_running") == 0, 60, "nothing runs")
         shown = {"recompute": cold, source: fetched, "device": device}
         medians = {name: statistics.median(times) for name, times in shown.items() if times}
         line = ", ".join(f"{name} {1000 * t:.0f} ms" for name, t in medians.items())
         ratio = f", {source} / recompute {medians[source] / medians['recompute']:.2f}" if fetched else ""
         print(f"{length} tokens: {line}{ratio}" + (f", computed instead {late} times" if late else ""), flush=True)
-    seconds, predicted = (metric(url, f"pagedray:kv_fetch_{n}_total") for n in ("seconds", "predicted_seconds"))
+    seconds, predicted = (metric(url, f"pagedray_kv_fetch_{n}_total") for n in ("seconds", "predicted_seconds"))
     print(f"fetches took {seconds:.2f} s, and were reckoned to take {predicted:.2f} s")
 
 
@@ -138,7 +138,7 @@ def main() -> None:
 def run(process: subprocess.Popen, url: str, lengths: list[int], rounds: int, source: str) -> None:
     def ready() -> bool:
         try:
-            running = httpx.get(f"{url}/metrics", timeout=30).text.count("pagedray:num_requests_running{")
+            running = httpx.get(f"{url}/metrics", timeout=30).text.count("pagedray_num_requests_running{")
             return running == 2 and httpx.get(f"{url}/health", timeout=30).status_code == 200
         except httpx.HTTPError:
             return False

@@ -26,7 +26,7 @@ class Server:
         """Until nothing runs, waits, or holds a block."""
         names = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_requests_in_flight"]
         deadline = time.monotonic() + seconds
-        while busy := {n: v for n in names if (v := self.metric(f"pagedray:{n}"))}:
+        while busy := {n: v for n in names if (v := self.metric(f"pagedray_{n}"))}:
             assert time.monotonic() < deadline, f"still busy after {seconds} s: {busy}"
             time.sleep(0.05)
 

@@ -76,8 +76,8 @@ def test_every_group_is_drained_by_hand_at_20_requests_a_second(server, capsys):
         time.sleep(1.0)
     assert not load.wrong, f"{len(load.wrong)} of {load.num_done}: {load.wrong[:3]}"
     assert load.num_done > 100 and not before & groups(server)
-    assert server.metric("pagedray:request_moved_total") > 0
-    assert server.metric("pagedray:request_failed_total") == 0
+    assert server.metric("pagedray_request_moved_total") > 0
+    assert server.metric("pagedray_request_failed_total") == 0
     server.wait_idle(10)
     assert "has left" in capsys.readouterr().out
 

@@ -99,7 +99,7 @@ def test_the_scheduler_dies_under_load_and_knows_all_again(server):
         Stream(server, 4, f"{i} " + "the quick brown fox jumps over the lazy dog " * 8).finish()
     server.wait_idle(10)
     time.sleep(1.5)  # the group reports twice a second, the ingress asks every two
-    known = server.metric("pagedray:prefix_index_blocks")
+    known = server.metric("pagedray_prefix_index_blocks")
     assert known >= 4 * 4
     running = [Stream(server, 200, f"Number {i},") for i in range(6)]
     os.kill(process_of(server, "GlobalScheduler"), signal.SIGKILL)
@@ -108,7 +108,7 @@ def test_the_scheduler_dies_under_load_and_knows_all_again(server):
         assert stream.finish().rstrip().endswith("data: [DONE]") and '"error"' not in stream.text
     server.wait_idle(10)
     deadline = time.monotonic() + 10
-    while server.metric("pagedray:prefix_index_blocks") < known:
+    while server.metric("pagedray_prefix_index_blocks") < known:
         assert time.monotonic() < deadline, "the index has not been told everything again"
         time.sleep(0.2)
 
@@ -123,7 +123,7 @@ def test_the_leader_dies_and_its_streams_go_on_when_the_group_is_back(server):
         time.sleep(0.1)
     assert [stream.answer() for stream in streams] == [undisturbed] * 3
     assert httpx.get(f"{server.url}/health", timeout=10).status_code == 200
-    assert server.metric("pagedray:request_resumed_total") >= 3
+    assert server.metric("pagedray_request_resumed_total") >= 3
     answers_again(server, 60)
     server.wait_idle(10)
 

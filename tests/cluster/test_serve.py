@@ -119,7 +119,7 @@ def test_models_health_and_metrics(client, server):
         "inter_token_latency_seconds_bucket",
         "request_success_total",
     ):
-        assert f"pagedray:{name}" in text, name
+        assert f"pagedray_{name}" in text, name
 
 
 def test_32_concurrent_streams_and_gauges_return_to_zero(server):
@@ -179,7 +179,7 @@ def test_a_client_that_leaves_while_tokens_flow(server):
     seen = b""
     while seen.count(b"data:") < 5:
         seen += s.recv(4096)
-    while server.metric("pagedray:num_requests_running") < 1:  # groups report twice a second
+    while server.metric("pagedray_num_requests_running") < 1:  # groups report twice a second
         s.recv(4096)
     s.close()
     server.wait_idle(2.0)

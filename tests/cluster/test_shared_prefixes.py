@@ -44,13 +44,13 @@ def ask(url, prompt=PROMPT, max_tokens=8, seconds=120.0):
 def metric(url, name, **labels):
     """The sum of a metric over the labels that are not given."""
     families = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=30).text)
-    samples = [s for family in families for s in family.samples if s.name == f"pagedray:{name}"]
+    samples = [s for family in families for s in family.samples if s.name == f"pagedray_{name}"]
     return sum(s.value for s in samples if labels.items() <= s.labels.items())
 
 
 def groups(url):
     families = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=30).text)
-    return {s.labels["group"] for f in families for s in f.samples if s.name == "pagedray:num_requests_running"}
+    return {s.labels["group"] for f in families for s in f.samples if s.name == "pagedray_num_requests_running"}
 
 
 def wait_until(condition, seconds):

@@ -5,7 +5,7 @@ import asyncio
 import ray
 
 from pagedray.cluster.ingress import Ingress, MeasuredEngine
-from pagedray.cluster.metrics import RequestMetrics
+from pagedray.cluster.metrics.requests import RequestMetrics
 from pagedray.cluster.openai.tenancy import current_tenant
 from pagedray.scheduler.request import Request, SamplingParams, SequenceOutput
 from pagedray.scheduler.sequence import Sequence

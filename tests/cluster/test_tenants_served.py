@@ -69,7 +69,8 @@ def test_keys_limits_and_separate_caches(tenants):
     assert chat(tenants, "sk-other-key").status_code == 200
 
     lines = httpx.get(f"{tenants.url}/metrics", timeout=30).text.splitlines()
-    assert any('tenant="acme"' in line and "limited" in line and line.endswith(" 2.0") for line in lines)
+    limited = [line for line in lines if 'tenant="acme"' in line and 'code="rate_limit_exceeded"' in line]
+    assert len(limited) == 1 and limited[0].endswith(" 2.0")
     tenants.wait_idle(5.0)
 
 
