@@ -1,4 +1,4 @@
-"""`pagedray`: serve, generate, chat, drain, bench. Only flags live here; what they do is in the modules they call."""
+"""The command line. Only the flags live here; what the commands do is in the modules they call."""
 
 import argparse
 import json
@@ -176,6 +176,21 @@ def _parser() -> _Parser:
     drain.add_argument("--api-key", metavar="KEY", help="an operator's; default: OPENAI_API_KEY of the environment")
     drain.add_argument("--timeout", type=float, default=30.0, metavar="S", help="seconds for sequences to move")
 
+    status = command(commands, "status", _status, "show what runs where on a running server")
+    _add_server_flags(status)
+    status.add_argument("--json", action="store_true", help="as JSON")
+
+    top = command(commands, "top", _top, "show what a running server is doing, again and again; Ctrl-C leaves")
+    _add_server_flags(top)
+    top.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between two tables")
+    top.add_argument("--count", type=int, metavar="N", help="tables to show (default: no end)")
+
+    doctor = command(commands, "doctor", _doctor, "check this machine, and say how to mend what is wrong")
+    doctor.add_argument("--host", default="127.0.0.1", help="address that a server would listen on")
+    doctor.add_argument("--port", type=int, default=8000, help="port that it would listen on")
+    doctor.add_argument("--ray-address", metavar="ADDRESS", help="try to join this Ray cluster (default: RAY_ADDRESS)")
+    doctor.add_argument("--json", action="store_true", help="as JSON")
+
     bench = commands.add_parser("bench", help="measure a server, or the engine in this process")
     bench.set_defaults(parser=bench)
     kinds = bench.add_subparsers(required=True, metavar="serve|offline")
@@ -253,8 +268,12 @@ def _add_engine_flags(parser: argparse.ArgumentParser, leave_out: str = "") -> N
 
 
 def _add_endpoint_flags(parser: argparse.ArgumentParser, flag: str) -> None:
-    parser.add_argument(flag, dest="url", default="http://127.0.0.1:8000", metavar="URL", help="the server")
+    _add_server_flags(parser, flag)
     parser.add_argument("--model", metavar="ID", help="as the server calls it (default: the first it has)")
+
+
+def _add_server_flags(parser: argparse.ArgumentParser, flag: str = "--url") -> None:
+    parser.add_argument(flag, dest="url", default="http://127.0.0.1:8000", metavar="URL", help="the server")
     parser.add_argument("--api-key", metavar="KEY", help="default: OPENAI_API_KEY of the environment")
 
 
@@ -384,6 +403,27 @@ def _drain(args: argparse.Namespace) -> int:
     from .drain import drain
 
     return drain(args.url, args.group, _api_key(args), args.timeout)
+
+
+def _status(args: argparse.Namespace) -> int:
+    from .status import show_status
+
+    return show_status(args.url, _api_key(args), args.json)
+
+
+def _top(args: argparse.Namespace) -> int:
+    from .status import show_top
+
+    if not 0 < args.interval < 3600 or (args.count is not None and args.count < 1):
+        raise ConfigError("--interval must be a number of seconds over 0, and --count at least 1")
+    return show_top(args.url, _api_key(args), args.interval, args.count)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from . import doctor
+
+    facts = doctor.probe(args.host, args.port, args.ray_address or os.environ.get("RAY_ADDRESS") or None)
+    return doctor.report(doctor.diagnose(facts), args.json)
 
 
 def _bench_serve(args: argparse.Namespace) -> int:

@@ -21,6 +21,7 @@ from ..scheduler.tenants import TenantDirectory
 from ..workers.checkpoint.locate import read_config
 from . import global_scheduler
 from .config import ApplicationConfig, ModelDeployment
+from .console.routes import add_console
 from .global_scheduler import ClusterStats
 from .group_routes import add_group_routes
 from .http_server import HttpServer, ListenAddress
@@ -129,6 +130,8 @@ class Ingress:
         )
         self.engine = MeasuredEngine(self.resuming, self.metrics, self._block_size)
         self.batches = self._make_batches()
+        self._known_nodes: list[dict[str, Any]] = []
+        self._asking: asyncio.Task | None = None  # Ray for its nodes
         self._refresher = asyncio.create_task(self._refresh_for_ever())
         self.http = HttpServer(self.__serve_build_asgi_app__(), listen) if listen else None
 
@@ -202,6 +205,14 @@ class Ingress:
         )
         add_group_routes(app, self.client, lambda: not self.config.tenants or caller().operator)
         add_metric_routes(app, self._whole_cluster)
+        add_console(
+            app,
+            self._whole_cluster,
+            self._nodes,
+            models=lambda: {name: m.max_model_len for name, m in self._models().items()},
+            caller=caller,
+            sees_all=lambda tenant: tenant.operator or not self.config.tenants,
+        )
         app.add_middleware(HttpWatch, metrics=self.metrics, tracing=self.tracing)  # the outermost
         return app
 
@@ -270,6 +281,19 @@ class Ingress:
             return replace(self.cluster, ingresses=(report,))
         self._take(cluster)
         return cluster
+
+    async def _nodes(self) -> list[dict[str, Any]]:
+        """Ray's, as they were when it last answered. One thread asks, however many wait for it."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask_for_nodes())
+        await asyncio.wait([self._asking], timeout=_PROBE_SECONDS)
+        return self._known_nodes
+
+    async def _ask_for_nodes(self) -> None:
+        try:
+            self._known_nodes = await asyncio.to_thread(ray.nodes)
+        except Exception as error:
+            logger.warning("Ray does not tell its nodes: %r", error)
 
     async def _render_metrics(self) -> bytes:
         return exposition.render(await self._whole_cluster(), self.config.observability.vllm_metric_names)

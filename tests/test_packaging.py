@@ -152,6 +152,12 @@ def test_the_wheel_has_the_c_sources(wheel):
     assert sources and {f"pagedray/kernels/cpu/src/{p.name}" for p in sources} <= wheel
 
 
+def test_the_wheel_has_the_pages_of_the_console(wheel):
+    pages = {p.name for p in (ROOT / "cluster" / "console" / "static").iterdir()}
+    assert pages >= {"index.html", "console.js", "console.css"}
+    assert {f"pagedray/cluster/console/static/{name}" for name in pages} <= wheel
+
+
 def test_only_kernels_for_gpus_need_triton():
     """Without it everything can be imported but those, which the door opens where there is a GPU."""
     gpu = ROOT / "kernels" / "gpu"
@@ -176,6 +182,8 @@ def test_only_kernels_for_gpus_need_triton():
         ("pagedray.cluster.global_scheduler", ["torch", "transformers", "ray.serve", "fastapi", "gguf"]),
         ("pagedray.cluster.worker_group", ["torch", "transformers", "ray.serve", "fastapi", "gguf"]),
         ("pagedray.cluster.app", ["torch", "transformers"]),
+        ("pagedray.cluster.status", ["torch", "transformers", "ray", "fastapi"]),
+        ("pagedray.cluster.doctor", ["torch", "transformers", "ray", "fastapi"]),
     ],
 )
 def test_imports_that_are_light(module, kept_out):

@@ -15,6 +15,7 @@ _NOBODY = Tenant("default")
 current_tenant: ContextVar[Tenant] = ContextVar("current_tenant", default=_NOBODY)
 _OPEN_PATHS = frozenset(["/health", "/ready", "/metrics", "/version"])  # for whoever watches the server
 _OPEN_FOLDERS = ("/metrics/",)
+_OPEN_PAGES = frozenset(f"/console{page}" for page in ("", "/", "/console.js", "/console.css", "/icon.svg"))  # no data
 
 
 def caller() -> Tenant:
@@ -60,7 +61,7 @@ class TenantGate:
 
 
 def _is_open(path: str) -> bool:
-    return path in _OPEN_PATHS or path.startswith(_OPEN_FOLDERS)
+    return path in _OPEN_PATHS or path in _OPEN_PAGES or path.startswith(_OPEN_FOLDERS)
 
 
 def _bearer(headers: Headers) -> str | None:
