@@ -120,7 +120,6 @@ class Ingress:
         self.models: dict[str, ServedModel] = {}
         self.models = await self._load_all(config.models)
         self.arriving: set[str] = set()  # models that came while this ran, and have not been up yet
-        self.tenants = TenantDirectory(config.tenants)
         self.resuming = ResumingEngine(
             self.client,
             config.scheduler.migration_limit,

@@ -21,7 +21,7 @@ from schemas import CRDS, check, pod_templates  # noqa: E402
 MANIFESTS = sorted((ROOT / "k8s").glob("rayservice-*.yaml"))
 UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "m": 1e-3, "": 1}
 # what the Prometheus operator defines is in no schema that we have; their selectors and ports are checked below
-OPERATORS = ("PodMonitor", "ServiceMonitor")
+OPERATORS = ("PodMonitor", "ScrapeConfig")
 
 
 @pytest.fixture(scope="module", params=MANIFESTS, ids=lambda p: p.stem)
@@ -254,12 +254,12 @@ def test_selectors_find_pods_and_ports_are_there(objects):
     (monitor,) = of_kind(objects, "PodMonitor")
     assert "metrics" in ports(found(monitor["spec"]["selector"]["matchLabels"]))
     assert [e["port"] for e in monitor["spec"]["podMetricsEndpoints"]] == ["metrics"]
-    (monitor,) = of_kind(objects, "ServiceMonitor")
-    (endpoint,) = monitor["spec"]["endpoints"]
-    assert (endpoint["port"], endpoint["path"]) == (
-        "serve",
-        "/metrics",
-    )  # KubeRay names the service's port after the pods'
+    # One target a service: every pod behind it shows the whole application, which would be added up.
+    (scrape,) = of_kind(objects, "ScrapeConfig")
+    assert scrape["spec"]["metricsPath"] == "/metrics"
+    assert [c["role"] for c in scrape["spec"]["kubernetesSDConfigs"]] == ["Service"]
+    kept = [r["regex"] for r in scrape["spec"]["relabelings"] if r.get("action") == "keep"]
+    assert kept == ["serve"]  # KubeRay names the service's port after the pods'
 
 
 def test_an_incremental_upgrade_has_what_it_takes(objects):
