@@ -352,6 +352,7 @@ class _DeploymentOptions(_Section):
     health_check_timeout_s: float | None = Field(None, gt=0)
     graceful_shutdown_wait_loop_s: float | None = Field(None, ge=0)
     graceful_shutdown_timeout_s: float | None = Field(None, ge=0)
+    max_surge_percent: int | None = Field(None, ge=0, le=100)
     logging_config: dict[str, Any] | None = None
     request_router_config: dict[str, Any] | None = None
     refused = {

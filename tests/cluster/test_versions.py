@@ -40,6 +40,7 @@ def test_only_what_changed_is_restarted():
         {"llm_configs": [section("a"), section("b")], "scheduler": {"max_queued_requests": 5}},
         {"llm_configs": [section("a"), section("b")], "tenants": [{"name": "t", "api_keys": ["sk-123456"]}]},
         {"llm_configs": [section("a", deployment_config={"num_replicas": 3}), section("b")]},
+        {"llm_configs": [section("a", deployment_config={"max_surge_percent": 100}), section("b")]},
     ):
         assert versions(args) == before
     more = versions({"llm_configs": [section("a"), section("b"), section("c")]})
