@@ -103,4 +103,4 @@ def start_ray(host: Host, *options: str, head: Host | None = None) -> None:
     """`ray start`: a head with the dashboard, where Serve's REST interface is, or a node of `head`'s cluster."""
     role = ["--head", "--dashboard-host=0.0.0.0"] if head is None else [f"--address={head.address}:6379"]
     sizes = [f"--object-store-memory={100 * 2**20}", "--disable-usage-stats", f"--node-ip-address={host.address}"]
-    host.run(sys.executable, "-m", "ray.scripts.scripts", "start", *role, *sizes, *options, env=TOKEN, timeout=150)
+    host.run(sys.executable, "-m", "ray.scripts.scripts", "start", *role, *sizes, *options, env=TOKEN, timeout=300)

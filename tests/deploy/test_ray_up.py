@@ -130,7 +130,7 @@ def wait_until(condition, seconds, why=lambda: ""):
 
 @pytest.mark.serve
 @pytest.mark.skipif(not os.environ.get("PAGEDRAY_LONG_TESTS"), reason="takes minutes; PAGEDRAY_LONG_TESTS=1 runs it")
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_ray_up_serves_a_chat_across_both_machines_and_comes_down_clean(machines, demo_model):
     laptop, head, worker, config = machines
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -181,5 +181,8 @@ def test_ray_up_serves_a_chat_across_both_machines_and_comes_down_clean(machines
     assert [len(r) for r in ranks] == [1, 1]
 
     ray("down", "-y", str(file))
+    # which stops the head; as the config says, workers are stopped by hand
+    ssh = ["ssh", "-o", "StrictHostKeyChecking=no", "-i", str(laptop.home / "key"), f"root@{worker.address}"]
+    laptop.run(*ssh, "bash -ic 'ray stop'", env=env, timeout=120)
     wait_until(lambda: not ray_processes(head), 30, lambda: ray_processes(head))
-    wait_until(lambda: not ray_processes(worker), 120, lambda: ray_processes(worker))
+    wait_until(lambda: not ray_processes(worker), 30, lambda: ray_processes(worker))

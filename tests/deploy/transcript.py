@@ -114,13 +114,13 @@ def ray_up() -> None:
                 shown=f"ssh {name} ps -eo args | grep -o 'ray::[LR].*' # leader and ranks",
                 keep="ray::(Leader|Rank)",
             )
-        shell.run(up.replace("ray up", "ray down"), keep="Stopp|shut down|No nodes|error")
-        time.sleep(5)
+        shell.run(up.replace("ray up", "ray down"), keep="Stopp|shut down|error")
+        ssh = f"ssh -o StrictHostKeyChecking=no -i {laptop.home}/key"
+        stop = """bash -ic "'ray stop'" """
+        shell.run(f"{ssh} WORKER {stop}", shown=f"ssh WORKER {stop}", keep="Stopped")
         for name in ("HEAD", "WORKER"):
-            left = (
-                f"ssh -o StrictHostKeyChecking=no -i {laptop.home}/key {name} ps -eo args | grep -c '[r]aylet' || true"
-            )
-            shell.run(left, shown=f"ssh {name} ps -eo args | grep -c '[r]aylet' # 5 seconds later", keep=r"^\d+$")
+            left = "ps -eo args | grep -c '[r]aylet'"
+            shell.run(f"{ssh} {name} {left} || true", shown=f"ssh {name} {left}", keep=r"^\d+$")
         shell.write("ray-up")
 
 
