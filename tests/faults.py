@@ -119,7 +119,7 @@ class Cluster:
 
     def metric(self, name: str) -> float:
         lines = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()
-        mine = (f"pagedray:{name}{{", f"pagedray:{name} ")
+        mine = (f"pagedray_{name}{{", f"pagedray_{name} ")
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(mine))
 
     def busy(self) -> dict[str, float]:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ...scheduler.histogram import Histogram
 from ...scheduler.request import Request, SequenceOutput
@@ -63,7 +64,7 @@ class GroupClock:
         if underway is None or not underway.request.traceparent:
             return
         parent, end = underway.request.traceparent, now_ns()
-        attributes = {"pagedray.group": self.group_id, "pagedray.request_id": request_id}
+        attributes: dict[str, Any] = {"pagedray.group": self.group_id, "pagedray.request_id": request_id}
         self.tracing.record("prefill", parent, underway.came_ns, underway.first_ns or end, attributes)
         if underway.first_ns:
             tokens = {"gen_ai.usage.output_tokens": underway.num_tokens}

@@ -107,4 +107,4 @@ def test_the_probes_of_the_manifests_are_answered(cluster, tiny_folder):
             answer = httpx.get(f"http://{cluster.host.address}:{ports[get['port']]}{get['path']}", timeout=10)
             assert answer.status_code == 200, (probe, get, answer.text)
     metrics = httpx.get(f"{cluster.url}/metrics", timeout=10)
-    assert metrics.status_code == 200 and "pagedray:" in metrics.text
+    assert metrics.status_code == 200 and "pagedray_" in metrics.text
