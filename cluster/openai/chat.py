@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from fastapi import Response
 from starlette.types import Receive
@@ -128,12 +129,13 @@ async def _events(
     start = f'data: {json.dumps(head)[:-1]}, "choices": ['
     end = '], "usage": null}\n\n' if include_usage else "]}\n\n"
     role = ['"role": "assistant", '] * len(generation)
-    waiting: list[list[Any]] = [[] for _ in role]  # logprobs of tokens whose text is held back
+    waiting: list[list[str]] = [[] for _ in role]  # logprobs of tokens whose text is held back
+    write = _LogprobWriter(tokenizer).write
     async with aclosing(generation.deltas()) as deltas:
         async for delta in deltas:
             i = delta.index
             if want_logprobs:
-                waiting[i] += _token_logprobs(delta.token_ids, delta.logprobs, tokenizer)
+                waiting[i] += map(write, delta.token_ids, delta.logprobs)
             reason = delta.finish_reason
             parts = readers[i].read(delta.text, final=reason is not None)
             if not parts and reason is None:
@@ -142,7 +144,7 @@ async def _events(
             role[i] = ""
             logprobs = "null"
             if waiting[i]:
-                logprobs = json.dumps({"content": waiting[i], "refusal": None})
+                logprobs = f'{{"content": [{", ".join(waiting[i])}], "refusal": null}}'
                 waiting[i] = []
             stop = f', "stop_reason": {json.dumps(delta.stop_reason)}' if reason else ""
             reason = reason and _finish_reason(reason, readers[i])
@@ -181,3 +183,26 @@ def _token_logprob(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[
         "logprob": finite(logprob),
         "bytes": list(tokenizer.token_bytes(token_id)),
     }
+
+
+class _LogprobWriter:
+    """Writes in JSON what `_token_logprobs` gives, for streams. What it writes of a token is kept for the next time."""
+
+    _known: WeakKeyDictionary[Tokenizer, dict[int, tuple[str, str]]] = WeakKeyDictionary()
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._parts = self._known.setdefault(tokenizer, {})
+
+    def write(self, token_id: int, at: TokenLogprobs) -> str:
+        top = "}, ".join([self._open(t, value) for t, value in at.top])
+        return f'{self._open(token_id, at.logprob)}, "top_logprobs": [{top}{"}" if top else ""}]}}'
+
+    def _open(self, token_id: int, logprob: float) -> str:
+        """An object that is not closed yet."""
+        parts = self._parts.get(token_id)
+        if parts is None:
+            token = _token_logprob(token_id, 0.0, self._tokenizer)
+            text, raw = json.dumps(token["token"]), json.dumps(token["bytes"])
+            parts = self._parts[token_id] = f'{{"token": {text}, "logprob": ', f', "bytes": {raw}'
+        return f"{parts[0]}{finite(logprob)!r}{parts[1]}"

@@ -36,6 +36,7 @@ class Tokenizer:
         self._added: dict[int, str] = {i: token.content for i, token in added.items()}
         self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size: int = len(wrapped)
+        self._bytes: dict[int, bytes] = {}  # of tokens that were seen: every one that is streamed is asked for
         state = json.loads(self.backend.decoder.__getstate__()) if self.backend.decoder else {}
         steps = {step["type"] for step in state.get("decoders", [state]) if "type" in step}
         self._byte_level = "ByteLevel" in steps
@@ -128,6 +129,12 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes that a token stands for, perhaps a part of a character; none for an id without a token."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._read_bytes(token_id)
+        return known
+
+    def _read_bytes(self, token_id: int) -> bytes:
         if token_id in self._added:
             return self._added[token_id].encode()
         token = self.backend.id_to_token(token_id)
