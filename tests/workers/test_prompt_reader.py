@@ -143,7 +143,7 @@ def test_after_its_worker_group_was_lost_a_sequence_tells_nothing_twice(folder, 
     ("settings", "road"),
     [
         ({"tensor_parallel_size": 2}, None),
-        ({"pipeline_parallel_size": 2}, None),
+        pytest.param({"pipeline_parallel_size": 2}, None, marks=LONG),
         pytest.param({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "gloo", marks=LONG),
         pytest.param({"pipeline_parallel_size": 3}, None, marks=LONG),
     ],

@@ -1,6 +1,6 @@
 """The served OpenAPI document, and requests that schemathesis makes of it: right ones, and ones with something wrong.
 
-For every operation, PAGEDRAY_SCHEMA_EXAMPLES of them (default 12; 2,000 in the long run):
+For every operation, PAGEDRAY_SCHEMA_EXAMPLES of them (default 8; 2,000 in the long run):
 
     PAGEDRAY_SCHEMA_EXAMPLES=2000 python -m pytest tests/cluster/openai/test_openapi.py --timeout 3600
 """
@@ -24,7 +24,7 @@ from pagedray.scheduler.tenants import Tenant
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed (the test extra has it)")
 
-EXAMPLES = int(os.environ.get("PAGEDRAY_SCHEMA_EXAMPLES", "12"))
+EXAMPLES = int(os.environ.get("PAGEDRAY_SCHEMA_EXAMPLES", "8"))
 OPERATIONS = [
     *("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/embeddings", "POST /v1/responses"),
     *("POST /tokenize", "POST /detokenize", "GET /v1/models", "GET /v1/models/{model}"),
