@@ -41,6 +41,7 @@ def test_only_what_changed_is_restarted():
         {"llm_configs": [section("a"), section("b")], "tenants": [{"name": "t", "api_keys": ["sk-123456"]}]},
         {"llm_configs": [section("a", deployment_config={"num_replicas": 3}), section("b")]},
         {"llm_configs": [section("a", deployment_config={"max_surge_percent": 100}), section("b")]},
+        {"llm_configs": [section("a"), section("b")], "observability": {"vllm_metric_names": True}},
     ):
         assert versions(args) == before
     more = versions({"llm_configs": [section("a"), section("b"), section("c")]})
@@ -65,8 +66,8 @@ class Client:
     def __init__(self):
         self.told = []
 
-    async def configure(self, options, tenants):
-        self.told.append((options, tenants))
+    async def configure(self, *told):
+        self.told.append(told)
 
 
 @pytest.fixture
@@ -108,7 +109,7 @@ def test_the_ingress_takes_a_change_in(ingress):
     assert ingress.models["a"] is first and ingress.models["b"].id == "b"
     assert ingress.arriving == {"b"}, "its groups are still loading"
     assert ingress.tenants.authenticate("sk-acme-key").name == "acme" and ingress.resuming.migration_limit == 1
-    assert ingress.client.told == [(config.scheduler, config.tenants)]
+    assert ingress.client.told == [(config.scheduler, config.tenants, config.observability)]
     reconfigure(ingress)
     assert ingress.models == {"a": first} and not ingress.arriving and not ingress.tenants.has_keys
 
