@@ -57,8 +57,18 @@ class SchedulerLink:
         self.load = replace(load, num_received=self.num_in_engine)
 
     async def keep_alive(self) -> None:
-        """A scheduler that nobody calls takes itself for forgotten."""
-        await asyncio.wait_for(self.scheduler.stats.remote(), CALL_TIMEOUT)
+        """A scheduler that nobody calls takes itself for forgotten. That it restarts now is no reason to fail."""
+        try:
+            await asyncio.wait_for(self.scheduler.stats.remote(), CALL_TIMEOUT)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            logger.warning("the global scheduler does not answer while the group loads: %r", error)
+
+    async def join(self) -> None:
+        """Introduce the group; where that fails now, the next report does it."""
+        try:
+            await self.register()
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            logger.warning("the global scheduler cannot be told of a group that has loaded: %r", error)
 
     async def register(self) -> None:
         info = self.introduce(self)

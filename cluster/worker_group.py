@@ -114,7 +114,7 @@ class Leader:
                 self.application, self.group_id, self.engine, self.rank_actors, me, self._in_engine, len(self.links)
             )
         self.nodes = await asyncio.to_thread(self.places.nodes)
-        await asyncio.gather(*[link.register() for link in self.links])
+        await asyncio.gather(*[link.join() for link in self.links])
         for link in self.links:
             self._tasks.spawn(link.report_for_ever(self.group_id, lambda: self.stats, self.clock.times))
         self._tasks.spawn(self._look_after())
