@@ -1,6 +1,7 @@
 """An application is deployed again with another setting, under 20 requests a second: no request is dropped.
 
-Serve replaces every worker group, one after the other; an engine's setting leaves the ingresses as they are.
+Serve replaces every worker group, one after the other; an engine's setting leaves the ingress as it is, which listens
+itself as in `pagedray serve`.
 """
 
 import json
@@ -29,13 +30,16 @@ SCRIPT = """
     import json, sys
     import ray
     from ray import serve
-    from pagedray.cluster.app import build
+    from pagedray.cluster.app import application
+    from pagedray.cluster.config import ApplicationConfig
+    from pagedray.cluster.http_server import ListenAddress
 
     ray.init("local", num_cpus=6, include_dashboard=False, log_to_driver=False, _temp_dir=sys.argv[2])
-    serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
+    serve.start(proxy_location="Disabled")
+    listen = ListenAddress("127.0.0.1", int(sys.argv[1]))
     for line in sys.stdin:
         try:
-            serve.run(build(json.loads(line)), name="app", route_prefix="/")
+            serve.run(application(ApplicationConfig.parse(json.loads(line)), listen), name="app", route_prefix="/")
             print("deployed", flush=True)
         except RuntimeError as error:
             print(repr(error), serve.status().applications["app"].deployments, flush=True)
@@ -46,7 +50,7 @@ SHORT = [
     {"prompt": "abc" * 40, "temperature": 1.0, "seed": 5, "n": 2, "presence_penalty": 0.5, "max_tokens": 16},
     {"prompt": "y", "temperature": 1.0, "seed": 1, "max_tokens": 2},
 ]
-JOBS = 6 * SHORT + [{"prompt": "x" * 300, "temperature": 0.8, "seed": 7, "max_tokens": 1200, "logprobs": 1}]
+JOBS = 8 * SHORT + [{"prompt": "x" * 300, "temperature": 0.8, "seed": 7, "max_tokens": 1000, "logprobs": 1}]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +69,7 @@ def arguments(folder, max_num_seqs):
         "engine_kwargs": engine,
         "deployment_config": {"num_replicas": 2},
     }
-    return json.dumps({"llm_configs": [config], "ingress": {"num_replicas": 2}}) + "\n"
+    return json.dumps({"llm_configs": [config]}) + "\n"
 
 
 @pytest.mark.timeout(600)
