@@ -37,8 +37,8 @@ def build(args: dict[str, Any]) -> Application:
 
 def application(config: ApplicationConfig, listen: ListenAddress | None = None) -> Application:
     """The same of parsed arguments; with `listen` the ingress serves HTTP there itself, without Serve's proxy."""
-    for i, model in enumerate(config.models):
-        check_split(model.engine, f"llm_configs[{i}].engine_kwargs")
+    for model in config.models:
+        check_split(model.engine, f"{model.where}.engine_kwargs")
     ingress_class: Any = Ingress  # Serve's decorators turn classes into deployments, which type checkers miss
     num_shards = config.scheduler.scheduler_shards
     groups = [
@@ -49,6 +49,7 @@ def application(config: ApplicationConfig, listen: ListenAddress | None = None) 
             _drain_timeout(model.deployment),
             num_shards,
             config.observability,
+            model.role,
         )
         for model in config.models
     ]
@@ -68,7 +69,7 @@ def _group(model: ModelDeployment) -> Any:
     deployment: Any = serve.deployment(WorkerGroup)
     return deployment.options(
         **{
-            "name": f"WorkerGroup:{model.model_id}",
+            "name": ":".join(["WorkerGroup", model.model_id, *([model.role] if model.role != "mixed" else [])]),
             "ray_actor_options": {"num_cpus": 0},
             "placement_group_bundles": [{"CPU": 1}] * model.engine.world_size,  # the replica itself takes nothing
             "placement_group_strategy": "PACK",

@@ -333,8 +333,8 @@ def _serve(args: argparse.Namespace) -> int:
         _fetch_if_named(arguments)
         try:
             config = ApplicationConfig.parse(arguments)
-            for i, deployment in enumerate(config.models):
-                check_split(deployment.engine, f"llm_configs[{i}].engine_kwargs")
+            for deployment in config.models:
+                check_split(deployment.engine, f"{deployment.where}.engine_kwargs")
         except ConfigError as error:
             raise ConfigError(f"{args.model}: {error}") from None
     else:
@@ -362,7 +362,8 @@ def _fetch_if_named(arguments: dict[str, Any]) -> None:
     """Get the demo model if a config asks for it by its id."""
     from . import demo_model
 
-    for model in arguments.get("llm_configs") or []:
+    by_role = (arguments.get(f"{role}_config") for role in ("prefill", "decode"))
+    for model in [*(arguments.get("llm_configs") or []), *by_role]:
         loading = model.get("model_loading_config") if isinstance(model, dict) else None
         if isinstance(loading, dict) and loading.get("model_id") == demo_model.DEMO_MODEL_ID:
             if loading.get("model_source") is None:

@@ -2,6 +2,7 @@
 
     llm_configs:
       - model_loading_config: {model_id: smol, model_source: HuggingFaceTB/SmolLM2-135M-Instruct}
+        role: mixed                                   # or two entries of one model_id, prefill and decode
         engine_kwargs: {max_model_len: 2048}          # vLLM's names, see workers.config.EngineConfig
         deployment_config: {num_replicas: 2}          # Ray Serve's deployment options
     ingress: {num_replicas: 1}                        # Ray Serve's deployment options
@@ -29,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from ..scheduler.errors import ConfigError
 from ..scheduler.names import nearest
+from ..scheduler.roles import ROLES
 from ..scheduler.tenants import Tenant, TenantDirectory, hash_key
 from ..workers.config import EngineConfig
 from .openai.file_store import FileOptions
@@ -37,7 +39,8 @@ from .text.reasoning import READERS
 logger = logging.getLogger(__name__)
 
 IMPORT_PATH = "pagedray.cluster.app:build"
-_IMPORT_PATHS = (IMPORT_PATH, "ray.serve.llm:build_openai_app")
+_IMPORT_PATHS = (IMPORT_PATH, "ray.serve.llm:build_openai_app", "ray.serve.llm:build_pd_openai_app")
+_ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "mixed"}  # where none is said
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,8 @@ class ModelDeployment:
     deployment: dict[str, Any] = field(default_factory=dict)
     tool_call_parser: str | None = None  # None: what the chat template shows
     reasoning_parser: str | None = None
+    role: str = "mixed"  # of its groups: "prefill", "decode"; several deployments of a model differ in it
+    where: str = field(default="", compare=False)  # its section, for messages
 
 
 @dataclass(frozen=True)
@@ -87,24 +92,25 @@ class ApplicationConfig:
     def parse(cls, args: Any) -> "ApplicationConfig":
         """Check the application's arguments; `ConfigError` with the path, the value and what would be right."""
         root = _read(_Application, args, "")
-        if not root.llm_configs:
+        sections = [(f"llm_configs[{i}]", raw) for i, raw in enumerate(root.llm_configs or ())]
+        if root.llm_configs is None or root.prefill_config is not None or root.decode_config is not None:
+            sections += _by_role(root)
+        if not sections:
             raise ConfigError("llm_configs is empty: it must hold at least one model")
         if root.ingress and root.ingress_deployment_config:
             raise ConfigError("ingress and ingress_deployment_config are two names of one thing: keep one")
         where = "ingress" if root.ingress else "ingress_deployment_config"
         ingress = _options(root.ingress or root.ingress_deployment_config, where)
         models: list[ModelDeployment] = []
-        seen: dict[str, str] = {}
-        for i, raw in enumerate(root.llm_configs):
-            path = f"llm_configs[{i}]"
+        seen: dict[str, list[tuple[str, ModelDeployment]]] = {}
+        for path, raw in sections:
             if isinstance(raw, str):
                 raw = _load(Path(raw))
             section = _read(_LLMConfig, raw, path)
             model = _model(section, path)
-            if model.model_id in seen:
-                at = f"{path}.model_loading_config.model_id"
-                raise ConfigError(f"{at} is {model.model_id!r}, as in {seen[model.model_id]}: ids must differ")
-            seen[model.model_id] = path
+            for where, other in seen.get(model.model_id, []):
+                _check_same(model, path, other, where)
+            seen.setdefault(model.model_id, []).append((path, model))
             models.append(model)
             replicas = section.experimental_configs.get("num_ingress_replicas", 0)
             if replicas > ingress.get("num_replicas", 0) and "autoscaling_config" not in ingress:
@@ -166,14 +172,20 @@ class _Section(BaseModel):
 
 
 class _Application(_Section):
-    llm_configs: list[Any]
+    llm_configs: list[Any] | None = None
+    prefill_config: Any = None  # Serve LLM's names for two of `llm_configs` with roles
+    decode_config: Any = None
     ingress: dict[str, Any] = {}
     ingress_deployment_config: dict[str, Any] = {}  # Serve LLM's name for `ingress`
     scheduler: dict[str, Any] = {}
     tenants: Any = []
     files: dict[str, Any] = {}
     observability: dict[str, Any] = {}
-    refused = {"ingress_cls_config": "PagedRay has its own ingress"}
+    refused = {
+        "ingress_cls_config": "PagedRay has its own ingress",
+        "proxy_cls_config": "the ingress hands requests over itself",
+        "proxy_deployment_config": "the ingress hands requests over itself",
+    }
 
     @field_validator("tenants")
     @classmethod
@@ -264,12 +276,20 @@ class _LLMConfig(_Section):
     experimental_configs: dict[str, Any] = {}
     llm_engine: str | None = None
     log_engine_metrics: bool | None = None
+    role: str | None = None
     refused = {
         "accelerator_config": "say accelerator_type and placement_group_config",
         "lora_config": "adapters are not supported yet",
         "server_cls": "PagedRay has its own server",
         "callback_config": "there are no callbacks",
     }
+
+    @field_validator("role")
+    @classmethod
+    def _known_role(cls, value: str | None) -> str | None:
+        if value is not None and value not in ROLES:
+            raise ValueError(f"must be {' or '.join(ROLES)}")
+        return value
 
 
 class _ModelLoading(_Section):
@@ -481,7 +501,54 @@ def _model(section: _LLMConfig, path: str) -> ModelDeployment:
         environment = deployment.get("ray_actor_options", {}).get("runtime_env", {})
         variables = {**environment.get("env_vars", {}), "HF_TOKEN": token}
         deployment["ray_actor_options"] = {"num_cpus": 0, "runtime_env": {**environment, "env_vars": variables}}
-    return ModelDeployment(loading.model_id, engine, deployment, **reading)
+    role = _role(section.role, engine, path)
+    return ModelDeployment(loading.model_id, engine, deployment, **reading, role=role, where=path)
+
+
+def _by_role(root: _Application) -> list[tuple[str, Any]]:
+    """Serve LLM's two configs for prefill and decode, as sections of `llm_configs` with a role."""
+    sections: list[tuple[str, Any]] = []
+    for role, raw in (("prefill", root.prefill_config), ("decode", root.decode_config)):
+        path = f"{role}_config"
+        if raw is None:
+            there = root.prefill_config is not None or root.decode_config is not None
+            raise ConfigError(f"{path} is missing" if there else "llm_configs is missing")
+        if isinstance(raw, str):
+            raw = _load(Path(raw))
+        if not isinstance(raw, dict):
+            raise ConfigError(f"{path} must be a mapping like an entry of llm_configs, not {raw!r}")
+        if raw.get("role", role) != role:
+            raise ConfigError(f"{path}.role must be left out, not {raw['role']!r}")
+        sections.append((path, {**raw, "role": role}))
+    return sections
+
+
+def _role(said: str | None, engine: EngineConfig, path: str) -> str:
+    """What a group does: as `role` says, else as vLLM's kv_role does. Raises where it could not do it."""
+    transfer = engine.kv_transfer_config
+    role = said or _ROLES[transfer.kv_role]
+    if said in ("prefill", "decode"):
+        at, refuses = f"{path}.role is {role}", "kv_consumer" if role == "prefill" else "kv_producer"
+        if not transfer.shares or not engine.enable_prefix_caching:
+            raise ConfigError(f"{at}, which takes a kv_connector and enable_prefix_caching: blocks go by a store")
+        if transfer.kv_role == refuses:
+            right = "kv_both or " + ("kv_producer" if role == "prefill" else "kv_consumer")
+            raise ConfigError(f"{at}: kv_transfer_config.kv_role must be {right}, not {refuses!r}")
+    return role
+
+
+def _check_same(model: ModelDeployment, path: str, other: ModelDeployment, where: str) -> None:
+    """Raise unless two deployments may serve one model: they differ in their role, and can use each other's KV."""
+    if model.role == other.role:
+        at = f"{path}.model_loading_config.model_id"
+        raise ConfigError(f"{at} is {model.model_id!r}, as in {where}: ids must differ, or roles (prefill, decode)")
+    for name in ("model", "tokenizer", "dtype", "quantization", "block_size", "max_model_len"):
+        mine, theirs = getattr(model.engine, name), getattr(other.engine, name)
+        if mine != theirs:
+            what = f"{name} is {mine!r}, and {theirs!r} in {where}"
+            raise ConfigError(f"{path}: {what}: groups of one model must have the same")
+    if (model.tool_call_parser, model.reasoning_parser) != (other.tool_call_parser, other.reasoning_parser):
+        raise ConfigError(f"{path} and {where} say different parsers for one model")
 
 
 def _placement(section: _LLMConfig, actor: dict[str, Any], engine: EngineConfig, path: str) -> dict[str, Any]:

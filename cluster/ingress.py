@@ -162,7 +162,7 @@ class Ingress:
         """Those whose tokenizers can be loaded. One that cannot must not take the others with it."""
         loaded: dict[str, ServedModel] = {}
         errors: list[Exception] = []
-        for model in models:
+        for model in {m.model_id: m for m in models}.values():  # groups of different roles serve one
             try:
                 loaded[model.model_id] = await asyncio.to_thread(self._load, model)
             except Exception as error:
@@ -246,11 +246,14 @@ class Ingress:
     def _take(self, cluster: ClusterStats) -> None:
         self.cluster = cluster
         self.arriving -= {group.model for group in cluster.groups}
+        shortest: dict[str, int] = {}  # any of a model's groups may get a request
         for group in cluster.groups:
             self.block_sizes[group.model] = group.block_size
-            model = self.models.get(group.model)
-            if model is not None and model.max_model_len != group.max_model_len:
-                self.models[group.model] = replace(model, max_model_len=group.max_model_len)
+            shortest[group.model] = min(group.max_model_len, shortest.get(group.model, group.max_model_len))
+        for name, length in shortest.items():
+            model = self.models.get(name)
+            if model is not None and model.max_model_len != length:
+                self.models[name] = replace(model, max_model_len=length)
 
     async def _health(self) -> None:
         """Raise where a model has no group that could answer now. One that was added later may still be loading."""

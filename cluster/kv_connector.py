@@ -90,7 +90,8 @@ def _single_threaded(niceness: int) -> None:
 
 
 class KVConnector:
-    """Lives on the leader's event loop. `in_engine` has a function run by the engine's thread, between two steps."""
+    """Lives on the leader's event loop. `in_engine` has a function run by the engine's thread, between two steps;
+    `hand_over` gives requests away that another group can go on with."""
 
     def __init__(
         self,
@@ -101,6 +102,8 @@ class KVConnector:
         leader: ActorHandle,
         in_engine: "Callable[[Callable[[Engine], None]], None]",
         num_shards: int,
+        hand_over: Callable[[Sequence[str]], None],
+        role: str = "mixed",
     ):
         """`num_shards`: how many global schedulers there are."""
         self.application, self.group_id, self.num_shards = application, group_id, num_shards
@@ -108,7 +111,7 @@ class KVConnector:
         self.config = engine.config.kv_transfer_config
         self.block_bytes = engine.block_bytes
         self.threads = KVThreads(engine.executor.worker.kv_port)
-        self.ranks, self.leader, self.in_engine = ranks, leader, in_engine
+        self.ranks, self.leader, self.in_engine, self.hand_over = ranks, leader, in_engine, hand_over
         # Ranks beyond the number of heads have the same part: one of them gives it.
         parts = {(s.layers.start, s.kv_heads.start): s.rank for s in reversed(engine.executor.shards)}
         self.packers = [ranks.get(rank, leader) for rank in sorted(parts.values())]
@@ -118,14 +121,21 @@ class KVConnector:
         self._offers: asyncio.Queue[tuple[Publication, float]] = asyncio.Queue()
         self._tasks = Tasks()
         if self.config.publishes:
-            self._tasks.spawn(self._publish_for_ever())
+            self._tasks.spawn(self._publish_for_ever(at_once=role == "prefill"))
 
-    def begin(self, fetches: Sequence[KVFetch], publications: Sequence[tuple[Publication, float]]) -> None:
+    def begin(
+        self,
+        fetches: Sequence[KVFetch],
+        publications: Sequence[tuple[Publication, float]],
+        hand_overs: Sequence[str] = (),
+    ) -> None:
         """Carry out what the engine has ordered."""
         for order in fetches:
             self._tasks.spawn(self._fetch(order))
         for publication in publications:
             self._offers.put_nowait(publication)
+        if hand_overs:
+            self._tasks.spawn(self._hand_over(hand_overs))
 
     def take_outcomes(self) -> tuple[FetchOutcome, ...]:
         outcomes, self.outcomes = self.outcomes, []
@@ -194,7 +204,13 @@ class KVConnector:
 
     # -- publishing ---------------------------------------------------------------------------------------------------
 
-    async def _publish_for_ever(self) -> None:
+    async def _publish_for_ever(self, at_once: bool) -> None:
+        """`at_once`: requests wait for what is published, so the store should be there before the first one."""
+        if at_once:
+            try:
+                self._own_store = await self._join_store()
+            except (ray.exceptions.RayError, TimeoutError) as error:
+                logger.warning("group %s has no store yet: %r", self.group_id, error)
         while True:
             publication, seconds = await self._offers.get()
             taken = False
@@ -207,6 +223,16 @@ class KVConnector:
                 logger.exception("group %s could not publish", self.group_id)
             finally:
                 self._end(publication.publication_id, taken)
+
+    async def _hand_over(self, request_ids: Sequence[str]) -> None:
+        """The store has their prompts: once the global scheduler knows it, another group can have them."""
+        try:
+            if self._own_store is not None:
+                await asyncio.wait_for(self._own_store.reported.remote(), CALL_TIMEOUT)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            logger.warning("group %s keeps %d requests: %r", self.group_id, len(request_ids), error)
+        else:
+            self.hand_over(request_ids)
 
     def _end(self, publication_id: int, taken: bool) -> None:
         self.in_engine(lambda engine: engine.end_publication(publication_id, taken))

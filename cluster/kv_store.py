@@ -80,6 +80,7 @@ class KVStore:
         self.num_leases = 0
         self.num_reads = self.num_published = self.num_refused = self.num_failed = 0
         self._news = asyncio.Event()
+        self._awaiting: list[asyncio.Future[None]] = []  # the next report
         self._reporter = asyncio.get_running_loop().create_task(self._report_for_ever())
 
     # -- what leaders on this node call -------------------------------------------------------------------------------
@@ -128,6 +129,13 @@ class KVStore:
         self.num_published += 1
         self._news.set()
         return "stored"
+
+    async def reported(self) -> None:
+        """Return once the global scheduler knows of all that is here now."""
+        known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._awaiting.append(known)
+        self._news.set()
+        await asyncio.wait_for(known, CALL_TIMEOUT)
 
     async def _pull(self, member: _Member, block_ids: Sequence[int]) -> "tuple[tuple[KVPiece, ray.ObjectRef], ...]":
         """Have each rank pack its part. The bytes stay where they are; only what they are comes here."""
@@ -185,13 +193,18 @@ class KVStore:
                 except TimeoutError:
                     pass
             self._news.clear()
-            log = self.runs.log
+            awaiting, log = len(self._awaiting), self.runs.log
             events = log.snapshot(self.runs.hashes()) if snapshot else log.take_events()
             report = StoreReport(self.node_id, events, await self.stats())
             try:
                 calls = [s.report_store.remote(report) for s in self.schedulers]
-                known: list[bool] = await asyncio.wait_for(asyncio.gather(*calls), CALL_TIMEOUT)
-                snapshot, last_heard = not all(known), time.monotonic()
+                known = all(await asyncio.wait_for(asyncio.gather(*calls), CALL_TIMEOUT))
+                snapshot, last_heard = not known, time.monotonic()
+                if known:
+                    for future in self._awaiting[:awaiting]:
+                        if not future.done():  # else nobody waits any longer
+                            future.set_result(None)
+                    del self._awaiting[:awaiting]
             except ray.exceptions.ActorDiedError:
                 break
             except (ray.exceptions.RayError, TimeoutError) as error:

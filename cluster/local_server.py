@@ -86,7 +86,7 @@ def serve(args: dict[str, Any], options: ServerOptions, build: Callable[..., Any
 class _Server:
     def __init__(self, config: ApplicationConfig, options: ServerOptions, address: str | None, build: Any):
         self.config, self.options, self.address, self.build = config, options, address, build
-        self.names = ", ".join(m.model_id for m in config.models)
+        self.names = ", ".join(dict.fromkeys(m.model_id for m in config.models))
         self.stop = threading.Event()
         self.error: BaseException | None = None
         self.folder: str | None = None  # Ray's temporary one, where the cluster is ours

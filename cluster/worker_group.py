@@ -73,8 +73,10 @@ class Leader:
         places: RankPlaces,
         application: str,
         observability: ObservabilityOptions,
+        role: str = "mixed",
     ):
         self.application = application
+        self.role = role
         self.clock = GroupClock(group_id, make_tracing("group", observability))
         if observability.json_logs:
             log_as_json(f"group {group_id}")
@@ -111,7 +113,15 @@ class Leader:
         if self.config.kv_transfer_config.shares:
             me = ray.get_runtime_context().current_actor
             self.kv = KVConnector(
-                self.application, self.group_id, self.engine, self.rank_actors, me, self._in_engine, len(self.links)
+                self.application,
+                self.group_id,
+                self.engine,
+                self.rank_actors,
+                me,
+                self._in_engine,
+                len(self.links),
+                self._ask_to_move,
+                self.role,
             )
         self.nodes = await asyncio.to_thread(self.places.nodes)
         await asyncio.gather(*[link.join() for link in self.links])
@@ -265,9 +275,10 @@ class Leader:
     def _order_kv(self) -> None:
         """Have blocks fetched that sequences wait for, and given away that others may want."""
         if self.kv is not None:
+            hand_overs = self.engine.take_hand_overs()
             fetches, publications = self.engine.take_fetches(), self.engine.take_publications()
-            if fetches or publications:
-                self.loop.call_soon_threadsafe(self.kv.begin, fetches, publications)
+            if fetches or publications or hand_overs:
+                self.loop.call_soon_threadsafe(self.kv.begin, fetches, publications, hand_overs)
 
     def _wait_for_news(self) -> None:
         """All sequences wait for blocks: until something comes, or one of them has waited long enough."""
@@ -372,8 +383,9 @@ class Leader:
 
     def _ask_to_move(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
-            asked = SequenceOutput(request_id, (), moving=True)
-            self.tokens.outbox(self.requests[request_id][0]).send(TokenFrame((asked,)))
+            if request_id in self.requests:
+                asked = SequenceOutput(request_id, (), moving=True)
+                self.tokens.outbox(self.requests[request_id][0]).send(TokenFrame((asked,)))
 
     async def _publish_running(self, seconds: float) -> None:
         """Until the node's store has what running sequences have computed, or refused it."""
@@ -410,6 +422,8 @@ class Leader:
             capacity=replace(
                 self.engine.capacity(window=2 * self.config.max_num_seqs),
                 node=ray.get_runtime_context().get_node_id(),
+                role=self.role,
+                local_tokens=self.config.kv_transfer_config.publish_min_tokens,
             ),
             num_received=link.num_received,
             max_model_len=self.engine.max_model_len,
@@ -463,6 +477,7 @@ class WorkerGroup:
         drain_timeout: float = 0.0,
         num_shards: int = 1,
         observability: ObservabilityOptions = ObservabilityOptions(),  # noqa: B008 - frozen
+        role: str = "mixed",
     ):
         """`drain_timeout`: seconds for its sequences to move when Serve takes it away.
 
@@ -478,7 +493,7 @@ class WorkerGroup:
         places = RankPlaces.of(placement_group, config.tensor_parallel_size)
         actor: Any = ray.remote(Leader)
         self.leader = actor.options(**places.options(0), max_concurrency=10_000).remote(
-            self.group_id, model, config, self.schedulers, places, context.app_name, observability
+            self.group_id, model, config, self.schedulers, places, context.app_name, observability, role
         )
         self._leaving = False
         self.drain_timeout = drain_timeout

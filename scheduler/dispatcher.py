@@ -318,7 +318,9 @@ class Dispatcher:
         if entry.match is None or entry.matched_at != now:
             request = entry.request
             num_tokens = request.num_tokens
-            entry.match = pool.placement.match(request.block_hashes, num_tokens, request.sampling.max_tokens, now)
+            entry.match = pool.placement.match(
+                request.block_hashes, num_tokens, request.sampling.max_tokens, now, bool(request.output_token_ids)
+            )
             entry.matched_at = now
         return entry.match
 
@@ -498,12 +500,13 @@ class Dispatcher:
 
 
 def _as_sent(entry: _Entry, urgent: bool, choice: Choice) -> Request:
-    """The request as its group gets it: what to fetch, its priority within the class, and a level better for a tenant
-    that has less than its share. So its group, too, computes it first: it waits for nobody else's long prompt."""
+    """The request as its group gets it: what to fetch, whether to hand it over, its priority within the class, and a
+    level better for a tenant that has less than its share. So its group, too, computes it first: it waits for nobody
+    else's long prompt."""
     priority = entry.tenant.priority(entry.request.priority, entry.request.background) - urgent
-    if priority == entry.request.priority and choice.source is None:
+    if priority == entry.request.priority and choice.source is None and not choice.hand_over:
         return entry.request
-    return replace(entry.request, priority=priority, kv_source=choice.source)
+    return replace(entry.request, priority=priority, kv_source=choice.source, hand_over=choice.hand_over)
 
 
 def _too_late(seconds: float, target: float) -> DeadlineUnmeetable:

@@ -68,6 +68,16 @@ class Publisher:
             count -= 1
         return count
 
+    def num_taken(self, hashes: Sequence[BlockHash]) -> int | None:
+        """How many blocks of a prefix that was offered the store has; None while more are on their way there."""
+        if hashes[-1] in self._queue:
+            return None
+        for run in self._open.values():
+            start = run.num_tokens_before // self.pool.block_size
+            if start < len(hashes) and hashes[start] == run.hashes[0]:
+                return None
+        return self._num_offered(hashes)
+
     def take(self) -> list[Publication]:
         """New offers, as many as may travel now, in the order in which the store must get them: a run follows its
         parent. To be asked again when one has ended."""

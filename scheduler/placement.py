@@ -6,9 +6,9 @@
          + decode interference          what its prefill takes from those that decode there, weighted
 
 Every part is continuous in the load: there is no threshold at which the rule becomes another one. Candidates are the
-groups that hold the longest prefixes and the two least loaded ones, so the work does not grow with the cluster. A
-prefix that many ask for spreads by itself: once its holders' queues cost more than computing it, it is computed
-elsewhere, and that group is a holder from the moment of the decision.
+groups that hold the longest prefixes and the two least loaded ones of each role that fits (`roles.py`), so the work
+does not grow with the cluster. A prefix that many ask for spreads by itself: once its holders' queues cost more than
+computing it, it is computed elsewhere, and that group is a holder from the moment of the decision.
 """
 
 import heapq
@@ -21,6 +21,7 @@ from .fairness import Key
 from .kv_fetch import KVSource
 from .kv_sources import KVSources
 from .prefix_index import PrefixIndex
+from .roles import Roles
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class GroupCapacity:
     node: str = ""  # where it runs: fetching from this node's store is free of the network
     block_bytes: int = 0  # of KV in a block, over all ranks; 0: it does not fetch
     fetch_weight: float = 1.0  # what a second of waiting for blocks counts against one of computing them
+    role: str = "mixed"  # or "prefill", "decode"
+    local_tokens: int = 0  # a decode group computes a prompt itself where no more tokens are missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ class Placed:
     kv_tokens: int
     key: Key
     placed_at: float
+    hand_over: bool = False
 
 
 @dataclass(slots=True)
@@ -113,6 +117,7 @@ class Match:
     kv_tokens: float  # it will come to hold
     levels: tuple[tuple[int, int], ...]  # (blocks, mask of groups), longest first
     stored: tuple[tuple[int, int], ...] = ()  # the same of stores
+    goes_on: bool = False  # it has made tokens already, elsewhere
 
 
 @dataclass(slots=True)
@@ -124,6 +129,7 @@ class Choice:
     num_cached: int  # tokens
     source: KVSource | None = None  # what it should fetch first
     delay: float = 0.0  # seconds that the fetch takes beyond `start`
+    hand_over: bool = False  # another group is to go on with it
 
     @property
     def first_token(self) -> float:
@@ -145,8 +151,9 @@ class Placement:
         self.groups: dict[str, Group] = {}
         self.num_open = 0  # of them: those that do not drain
         self._by_bit: dict[int, Group] = {}
-        self._mask = 0
-        self._order: list[tuple[float, int, str]] = []  # a heap of (load, version, group); old versions are skipped
+        self.roles = Roles()
+        # by role a heap of (load, version, group); old versions are skipped
+        self._orders: dict[str, list[tuple[float, int, str]]] = {}
         self._version = 0
         self._turn = 0
         self.mean_output = self.options.default_output_tokens
@@ -159,7 +166,9 @@ class Placement:
         self.groups[group.group_id] = group
         self.num_open += 1
         self._by_bit[group.bit] = group
-        self._mask |= group.bit
+        capacity = group.capacity
+        fetches = capacity.block_bytes > 0
+        self.roles.add(group.bit, capacity.role, fetches, capacity.local_tokens // capacity.block_size)
         self.moved(group, now)
 
     def drain(self, group_id: str) -> None:
@@ -167,13 +176,13 @@ class Placement:
         group = self.groups[group_id]
         self.num_open -= not group.draining
         group.draining = True
-        self._mask &= ~group.bit
+        self.roles.remove(group.bit)
 
     def remove(self, group_id: str) -> Group:
         group = self.groups.pop(group_id)
         self.num_open -= not group.draining
         del self._by_bit[group.bit]
-        self._mask &= ~group.bit
+        self.roles.remove(group.bit)
         return group
 
     def report(self, group: Group, load: GroupLoad, now: float) -> None:
@@ -195,18 +204,19 @@ class Placement:
         group.version = self._version
         share = len(group.requests) / group.capacity.max_num_seqs
         load = max(0.0, group.free_at - now) + self.mean_seconds * share
-        heapq.heappush(self._order, (load, self._version, group.group_id))
-        if len(self._order) > 64 + 4 * len(self.groups):
-            self._order = [e for e in self._order if self._is_current(e)]
-            heapq.heapify(self._order)
+        order = self._orders.setdefault(group.capacity.role, [])
+        heapq.heappush(order, (load, self._version, group.group_id))
+        if len(order) > 64 + 4 * len(self.groups):
+            order[:] = [e for e in order if self._is_current(e)]
+            heapq.heapify(order)
 
     def _is_current(self, entry: tuple[float, int, str]) -> bool:
         group = self.groups.get(entry[2])
         return group is not None and group.version == entry[1] and not group.draining
 
-    def least_loaded(self) -> list[Group]:
-        """Two of them, or as many as there are."""
-        order = self._order
+    def least_loaded(self, role: str = "mixed") -> list[Group]:
+        """Two of a role, or as many as there are."""
+        order = self._orders.get(role, [])
         found: list[tuple[float, int, str]] = []
         while order and len(found) < 2:
             entry = heapq.heappop(order)
@@ -218,9 +228,16 @@ class Placement:
 
     # -- decisions ----------------------------------------------------------------------------------------------------
 
-    def match(self, hashes: Sequence[Hashable], num_tokens: int, max_tokens: int | None, now: float = 0.0) -> Match:
+    def match(
+        self,
+        hashes: Sequence[Hashable],
+        num_tokens: int,
+        max_tokens: int | None,
+        now: float = 0.0,
+        goes_on: bool = False,
+    ) -> Match:
         """Look a prompt up."""
-        levels = self.index.lookup(hashes, self._mask)
+        levels = self.index.lookup(hashes, self.roles.everybody)
         output = self.mean_output if max_tokens is None else min(max_tokens, self.mean_output)
         return Match(
             hashes,
@@ -228,12 +245,17 @@ class Placement:
             num_tokens + output,
             tuple((level.num_blocks, level.holders) for level in levels),
             self.sources.lookup(hashes, now),
+            goes_on,
         )
 
     def _candidates(self, match: Match) -> dict[str, tuple[Group, int]]:
         """group id → group, and how many blocks it has."""
         found: dict[str, tuple[Group, int]] = {}
+        size = next(iter(self.groups.values())).capacity.block_size
+        num_stored = match.stored[0][0] if match.stored else 0
+        fit = self.roles.fit(match.goes_on, match.num_tokens // size, match.levels, num_stored)
         for num_blocks, mask in match.levels:
+            mask &= fit
             room = self.options.max_index_candidates - len(found)
             if room <= 0:
                 break
@@ -247,7 +269,8 @@ class Placement:
                 if group.group_id not in found:
                     found[group.group_id] = group, num_blocks
                     room -= 1
-        for group in self.least_loaded():
+        idle = [group for role in self._orders for group in self.least_loaded(role) if group.bit & fit]
+        for group in idle:
             if group.group_id not in found:
                 blocks = next((n for n, mask in match.levels if mask & group.bit), 0)
                 found[group.group_id] = group, blocks
@@ -309,18 +332,24 @@ class Placement:
                 start = float("inf")
         seconds = group.prefill_seconds(match.num_tokens - cached, cached)
         source, delay = None, 0.0
+        # What a prefill group gave away was computed so that a decode group need not.
+        weight = 0.0 if match.goes_on and capacity.role == "decode" else capacity.fetch_weight
         for offer in self.sources.offers(match.stored, num_blocks, capacity.node) if capacity.block_bytes else ():
             fetched = min(offer.num_blocks * capacity.block_size, match.num_tokens - 1)
             arrival = self.sources.seconds((offer.num_blocks - num_blocks) * capacity.block_bytes, offer.same_node)
             rest = group.prefill_seconds(match.num_tokens - fetched, fetched)
             late = max(0.0, arrival - start)  # it travels while the request waits
-            if capacity.fetch_weight * late + rest < capacity.fetch_weight * delay + seconds:
+            if weight * late + rest < weight * delay + seconds:
                 source = KVSource(offer.store, offer.num_blocks, arrival, offer.same_node)
                 cached, seconds, delay = fetched, rest, late
         # what it goes before waits in its turn
         interference = options.interference_weight * group.num_decoding * seconds + 0.1 * max(0.0, backlog - start)
         cost = start + doubt + delay + seconds + interference
-        return Choice(group, cost, start, seconds, cached, source, delay)
+        hand_over = not match.goes_on and self.roles.hands_over(group.bit)
+        if hand_over:  # then its blocks travel
+            num_bytes = match.num_tokens // capacity.block_size * capacity.block_bytes
+            cost += self.sources.seconds(num_bytes, same_node=False)
+        return Choice(group, cost, start, seconds, cached, source, delay, hand_over)
 
     def place(self, request_id: str, choice: Choice, match: Match, key: Key, now: float, urgent: bool = False) -> None:
         """Enter a decision: the group is busier, and will hold the prompt's blocks."""
@@ -330,7 +359,8 @@ class Placement:
         elif match.stored and match.stored[0][0] * group.capacity.block_size > choice.num_cached + 1:
             self.num_fetches_declined += bool(group.capacity.block_bytes)
         group.num_given += 1
-        placed = Placed(group.num_given, choice.seconds, int(match.kv_tokens - choice.num_cached), key, now)
+        kv_tokens = int(match.kv_tokens - choice.num_cached)
+        placed = Placed(group.num_given, choice.seconds, kv_tokens, key, now, choice.hand_over)
         group.requests[request_id] = placed
         group.unseen.append(placed)
         group.free_at = max(group.free_at, now) + choice.seconds
@@ -352,8 +382,9 @@ class Placement:
             group.unseen.remove(placed)
             group.kv_tokens -= placed.kv_tokens
             group.free_at -= placed.seconds
-        self.mean_seconds += 0.02 * (now - placed.placed_at - self.mean_seconds)
-        self._num_ended += 1
+        if not placed.hand_over:  # it has only begun
+            self.mean_seconds += 0.02 * (now - placed.placed_at - self.mean_seconds)
+            self._num_ended += 1
         self.moved(group, now)
 
     def served(self, output_tokens: int) -> None:

@@ -171,6 +171,7 @@ class Request:
     ttft_target: float | None = None  # seconds to the first token, past which it is worth nothing
     pooling: Pooling | None = None  # its embedding is wanted, and no token
     kv_source: KVSource | None = None  # where its group should fetch blocks from; the global scheduler says
+    hand_over: bool = False  # its group gives it away once a store has what was computed; the global scheduler says
     # Of one that goes on after its worker group was lost: the tokens it has made, how many groups were lost with it
     # (it was admitted long ago, and keeps its place), and the seconds since it came.
     output_token_ids: tuple[int, ...] = ()

@@ -14,7 +14,8 @@ and a prefix may be shared as soon as the step that computes it is planned. A se
 waits for it, and one in flight is not preempted: who needs its blocks waits for its step to come back.
 
 Blocks may come from elsewhere (`kv_fetch.py`): who needs them waits, and others run. And they may go elsewhere
-(`kv_publish.py`), which keeps them for a while.
+(`kv_publish.py`), which keeps them for a while. A sequence that is to be handed over runs on until a store has its
+prompt.
 """
 
 from bisect import insort
@@ -97,6 +98,7 @@ class StepScheduler:
         self._running: list[Sequence] = []
         self._released: list[int] = []
         self._to_publish: set[int] = set()  # seq ids
+        self._leaving: dict[str, list[BlockHash]] = {}  # requests that shall move, and what the store must have first
         self._in_flight: dict[int, tuple[int, list[Sequence]]] = {}  # step id -> tokens, who has a share in it
         self._next_seq_id = 0
         self._step_id = 0
@@ -185,6 +187,23 @@ class StepScheduler:
     @property
     def is_publishing(self) -> bool:
         return bool(self._to_publish) or (self.publisher is not None and self.publisher.busy)
+
+    # -- giving sequences away ----------------------------------------------------------------------------------------
+
+    def take_hand_overs(self) -> list[str]:
+        """Requests that another group can go on with from now on: a store has their prompts. They run here until they
+        are aborted; those whose blocks no store has taken stay to their end.
+        """
+        ready = []
+        for request_id, hashes in list(self._leaving.items()):
+            assert self.publisher is not None
+            num_taken = self.publisher.num_taken(hashes)
+            if num_taken is None:
+                continue
+            del self._leaving[request_id]
+            if (len(hashes) - num_taken) * self.block_size < self.publisher.min_run_tokens:
+                ready.append(request_id)
+        return ready
 
     # -- schedule -----------------------------------------------------------------------------------------------------
 
@@ -441,7 +460,11 @@ class StepScheduler:
         if self.publisher is None:
             return
         computed = seq.block_hashes[: seq.num_computed_tokens // self.block_size]
-        wanted = seq.seq_id in self._to_publish
+        request = seq.request
+        leaves = request.hand_over and seq.num_output_tokens == 1 and bool(computed) and not request.reads_prompt
+        if leaves:
+            self._leaving[request.request_id] = computed
+        wanted = leaves or seq.seq_id in self._to_publish
         self.publisher.computed(computed, len(computed) if wanted else (seq.num_cached_tokens or 0) // self.block_size)
         self._to_publish.discard(seq.seq_id)
 
@@ -456,6 +479,7 @@ class StepScheduler:
 
     def _forget(self, seq: Sequence) -> None:
         self._drop_blocks(seq)
+        self._leaving.pop(seq.request.request_id, None)
         del self._sequences[seq.request.request_id], self._by_seq_id[seq.seq_id]
 
     # -- watching -----------------------------------------------------------------------------------------------------
@@ -519,6 +543,7 @@ class StepScheduler:
             assert seq.num_in_flight == in_flight.count(seq)
         for seq in in_flight:
             assert seq in self._running or seq.seq_id not in self._by_seq_id, "preempted in flight"
+        assert self._leaving.keys() <= self._sequences.keys()
         assert users == self.pool.ref_counts, "the pool and the sequences disagree on who uses what"
         assert all(not s.block_ids and not s.num_computed_tokens for s in self._waiting)
 

@@ -169,6 +169,10 @@ class Engine:
         if self.scheduler.publisher is not None:
             self.scheduler.publisher.end(publication_id, taken)
 
+    def take_hand_overs(self) -> list[str]:
+        """Requests that were to be handed over, and whose prompts a store has now: another group can go on."""
+        return self.scheduler.take_hand_overs()
+
     def forget_published(self, hashes: Sequence[BlockHash] | None) -> None:
         """The store has dropped these; None: all."""
         publisher = self.scheduler.publisher

@@ -69,7 +69,10 @@ _INGRESS = (
     _counter("ingress", "request_failed", (*_TENANT, "code"), "Sequences that failed or were refused, by kind."),
     _counter("ingress", "request_resumed", _MODEL, "Sequences that went on after their group was lost."),
     _counter(
-        "ingress", "request_moved", _MODEL, "Sequences that went on at another group because theirs was to leave."
+        "ingress",
+        "request_moved",
+        _MODEL,
+        "Sequences that moved: their group was to leave, or is for prompts.",
     ),
     _counter("ingress", "prompt_tokens", _TENANT, "Prompt tokens.", "prompt_tokens"),
     _counter("ingress", "cached_prompt_tokens", _TENANT, "Prompt tokens that were not computed, as they were cached."),

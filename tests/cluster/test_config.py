@@ -21,6 +21,12 @@ def one(model_id="m", **section):
     return {"llm_configs": [{"model_loading_config": {"model_id": model_id, "model_source": "org/name"}, **section}]}
 
 
+def roles(prefill=None, decode=None):
+    """Serve LLM's arguments for prefill and decode apart."""
+    (model,) = one()["llm_configs"]
+    return {"prefill_config": {**model, **(prefill or {})}, "decode_config": {**model, **(decode or {})}}
+
+
 def refusal(args):
     with pytest.raises(ConfigError) as error:
         ApplicationConfig.parse(args)
@@ -184,10 +190,49 @@ def test_what_is_left_out_or_empty_has_its_default():
             {"llm_configs": one()["llm_configs"] * 2},
             "llm_configs[1].model_loading_config.model_id is 'm', as in llm_configs[0]",
         ),
+        (one(role="encode"), "llm_configs[0].role must be mixed or prefill or decode, not 'encode'"),
+        ({"prefill_config": one()["llm_configs"][0]}, "decode_config is missing"),
+        (
+            {"prefill_config": {**one()["llm_configs"][0], "role": "decode"}, "decode_config": {}},
+            "prefill_config.role must be left out, not 'decode'",
+        ),
+        ({"decode_config": {}, "prefill_config": []}, "prefill_config must be a mapping like an entry of llm_configs"),
+        ({**roles(), "proxy_deployment_config": {"num_replicas": 2}}, "proxy_deployment_config is not supported: the"),
+        (roles(decode={"engine_kwargs": {"block_size": 32}}), "block_size is 32, and 16 in prefill_config"),
+        (roles(decode={"engine_kwargs": {"tool_call_parser": "hermes"}}), "say different parsers for one model"),
+        (
+            roles(prefill={"engine_kwargs": {"enable_prefix_caching": False}}),
+            "prefill_config.role is prefill, which takes a kv_connector and enable_prefix_caching",
+        ),
+        (
+            roles(decode={"engine_kwargs": {"kv_transfer_config": {"kv_role": "kv_producer"}}}),
+            "role is decode: kv_transfer_config.kv_role must be kv_both or kv_consumer, not 'kv_producer'",
+        ),
     ],
 )
 def test_refusals(args, message):
     assert message in refusal(args)
+
+
+def test_prefill_and_decode_are_two_deployments_of_one_model():
+    config = ApplicationConfig.parse(roles(decode={"deployment_config": {"num_replicas": 3}}))
+    assert [(m.model_id, m.role, m.deployment) for m in config.models] == [
+        ("m", "prefill", {}),
+        ("m", "decode", {"num_replicas": 3}),
+    ]
+    (model,) = one()["llm_configs"]
+    sections = [{**model, "role": "prefill"}, {**model, "role": "decode", "deployment_config": {"num_replicas": 3}}]
+    assert ApplicationConfig.parse({"llm_configs": sections}) == config
+    assert [m.role for m in ApplicationConfig.parse({"llm_configs": [*sections, model]}).models][2] == "mixed"
+
+
+def test_vllms_kv_role_says_the_role_where_nothing_else_does():
+    def role(kv_role, **section):
+        kwargs = {"kv_transfer_config": {"kv_role": kv_role}}
+        return ApplicationConfig.parse(one(engine_kwargs=kwargs, **section)).models[0].role
+
+    assert [role(r) for r in ("kv_producer", "kv_consumer", "kv_both")] == ["prefill", "decode", "mixed"]
+    assert role("kv_producer", role="mixed") == "mixed" and role("kv_both", role="decode") == "decode"
 
 
 def test_vllm_settings_that_change_nothing_are_taken_with_a_line(caplog):

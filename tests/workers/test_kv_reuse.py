@@ -147,6 +147,32 @@ def test_output_with_reuse_equals_output_without(folder, num_blocks, budget_bloc
         assert engine.scheduler.pool.num_free == num_blocks
 
 
+def test_a_sequence_that_another_engine_goes_on_with_says_the_same(folder):
+    """Prefill here, decode there, through the store; with what gets lost on the way."""
+    rng = random.Random(0)
+    prefill, decode, alone = engine_of(folder, 64), engine_of(folder, 64), engine_of(folder, 256)
+    pair = Pair([prefill, decode], rng, 1 << 30)
+    num_moved = 0
+    for name in map(str, range(30)):
+        prompt = tuple(rng.randrange(3, 96) for _ in range(rng.choice([1, 4, 17, 70, 120, 160])))
+        sampling = rng.choice([GREEDY, SAMPLED])
+        ((expected, _),) = Pair([alone], rng, 0).run(alone, [Request(name, prompt, sampling)])
+        prefill.add_request(Request(name, prompt, sampling, hand_over=True))
+        tokens = []
+        while prefill.has_unfinished():
+            for output in pair.step(prefill):
+                tokens += output.token_ids
+            if prefill.take_hand_overs():
+                assert prefill.abort_request(name)
+                source = KVSource("s", len(prompt) // 4, 5.0)
+                moved = Request(name, prompt, sampling, kv_source=source, output_token_ids=tuple(tokens))
+                ((rest, _),) = pair.run(decode, [moved])
+                tokens += rest
+                num_moved += 1
+        assert tokens == expected
+    assert num_moved > 20 and pair.num_fetched > 100
+
+
 def test_a_prefix_that_one_engine_computed_another_need_not(folder):
     first, second = engine_of(folder, 96), engine_of(folder, 96)
     pair = Pair([first, second], random.Random(0), 1 << 30)
