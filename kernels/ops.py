@@ -221,6 +221,11 @@ def decoder(
     return _table(embeddings.device.type)["decoder"](stack, embeddings, positions, kv_caches, metadata, reduce)
 
 
+def batch_invariant() -> bool:
+    """Whether a row must have the same bits in any batch; on CPUs it has. PAGEDRAY_BATCH_INVARIANT=1 asks for it."""
+    return os.environ.get("PAGEDRAY_BATCH_INVARIANT", "") not in ("", "0")
+
+
 def native_library() -> Any:
     """The CPU library that the operations run on, for `kernels.cpu.shared_group`; None where they run on PyTorch."""
     known = _table("cpu").get("native_library")

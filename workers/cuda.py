@@ -2,9 +2,10 @@
 copied beside what is computed.
 
 Nothing here needs a GPU to be imported; what does is `measure`, `cuda_graph` and `CopyStream`, and no machine has run
-those yet.
+those yet. What ranks exchange goes through `collectives.py`.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,9 +18,19 @@ from ..kernels.ops import AttentionMetadata
 from ..scheduler.errors import ConfigError
 from ..scheduler.plan import NewSequence, ScheduledSequence, StepPlan
 from ..scheduler.request import SamplingParams
+from .partition import Shard
 
 # (run) -> (replay, output): `replay` does again what `run` does, into the same `output`
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """The GPUs that this process may use, by the names that its host has for them; does not start CUDA."""
+    if not torch.cuda.is_available():
+        return ()
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    listed = [n.strip() for n in names.split(",")] if names else list(map(str, range(torch.cuda.device_count())))
+    return tuple(listed[: torch.cuda.device_count()])
 
 
 def select_device(setting: str) -> torch.device:
@@ -69,6 +80,33 @@ def measure(run_largest_step: Callable[[], object], device: torch.device) -> Mem
     )
 
 
+class Alone:
+    """Stands in for the other ranks while a rank runs its largest step by itself: tensors of the same sizes, with
+    nothing in them. So ranks that load at different speeds need not wait for each other.
+    """
+
+    def __init__(self, shard: Shard, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device):
+        self.shard, self.vocab_size = shard, vocab_size
+        self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
+
+    def reduce(self, part: Tensor, dtype: torch.dtype) -> Tensor:
+        return part.to(dtype)
+
+    def gather_logits(self, logits: Tensor) -> Tensor | None:
+        if self.shard.tp_rank:
+            return None
+        return torch.nn.functional.pad(logits, (0, self.vocab_size - logits.shape[1]))
+
+    def send_hidden(self, step_id: int, hidden: Tensor) -> None:
+        pass
+
+    def receive_hidden(self, step_id: int, num_tokens: int) -> Tensor:
+        return torch.zeros(num_tokens, self._hidden_size, dtype=self._dtype, device=self._device)
+
+    def check(self) -> None:
+        pass
+
+
 def largest_step(
     max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, block_size: int
 ) -> tuple[list[StepPlan], int]:
@@ -104,7 +142,8 @@ def cuda_graph(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]
             run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=_graph_pool()):
+    # Other threads may ask for events meanwhile: NCCL's watchdog does.
+    with torch.cuda.graph(graph, pool=_graph_pool(), capture_error_mode="thread_local"):
         output = run()
     return graph.replay, output
 
@@ -124,18 +163,21 @@ class DecodeGraphs:
 
     Inputs are copied into tensors that the graphs read; a batch is padded to its bucket with sequences of one token
     whose keys go nowhere (slot -1) and whose results nobody reads. Launch grids depend on the bucket and on
-    max_model_len alone; lengths and tables are read on the device.
+    max_model_len alone; lengths and tables are read on the device. The collectives of the ranks of a stage are part of
+    the graphs: all must capture the same ones together, and replay them in the same order.
     """
 
     def __init__(
         self,
-        forward: Callable[[Tensor, Tensor, AttentionMetadata], Tensor],  # token_ids, positions, metadata -> [T, hidden]
+        forward: Callable[[Tensor, Tensor, AttentionMetadata], Tensor],  # first, positions, metadata -> [T, hidden]
         max_num_seqs: int,
         max_model_len: int,
         block_size: int,
         device: torch.device,
         capture: Capture = cuda_graph,
+        hidden: tuple[int, torch.dtype] | None = None,
     ):
+        """`hidden`: size and dtype of what a stage is handed on, which comes in instead of token ids."""
         self.forward = forward
         self.max_model_len = max_model_len
         self.capture = capture
@@ -145,7 +187,7 @@ class DecodeGraphs:
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        self.token_ids = zeros(most, dtype=torch.int64)
+        self.first = zeros(most, hidden[0], dtype=hidden[1]) if hidden else zeros(most, dtype=torch.int64)
         self.positions = zeros(most, dtype=torch.int64)
         self.slot_mapping = zeros(most, dtype=torch.int64)
         self.seq_lens = zeros(most, dtype=torch.int32)
@@ -163,11 +205,11 @@ class DecodeGraphs:
             self._fill_padding(0, size)
             self._captured(size)
 
-    def run(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def run(self, first: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Hidden states [num_seqs, hidden], which the next call overwrites."""
-        count = len(token_ids)
+        count = len(first)
         size = next(b for b in self.buckets if b >= count)
-        self.token_ids[:count].copy_(token_ids, non_blocking=True)
+        self.first[:count].copy_(first, non_blocking=True)
         self.positions[:count].copy_(positions, non_blocking=True)
         self.slot_mapping[:count].copy_(metadata.slot_mapping, non_blocking=True)
         self.seq_lens[:count].copy_(metadata.seq_lens, non_blocking=True)
@@ -178,7 +220,7 @@ class DecodeGraphs:
         return output[:count]
 
     def _fill_padding(self, start: int, end: int) -> None:
-        self.token_ids[start:end] = 0
+        self.first[start:end] = 0
         self.positions[start:end] = 0
         self.slot_mapping[start:end] = -1
         self.seq_lens[start:end] = 1
@@ -194,9 +236,7 @@ class DecodeGraphs:
                 1,
                 self.max_model_len,
             )
-            self.captured[size] = self.capture(
-                lambda: self.forward(self.token_ids[:size], self.positions[:size], metadata)
-            )
+            self.captured[size] = self.capture(lambda: self.forward(self.first[:size], self.positions[:size], metadata))
         return self.captured[size]
 
 

@@ -1,23 +1,26 @@
 """What executes the engine's step plans: one rank in this process, or a group of which this process is the leader."""
 
+import logging
 import queue
 import secrets
 import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from ..kernels import ops
 from ..kernels.ops import RankLost
-from ..scheduler.errors import EngineDead
+from ..scheduler.errors import ConfigError, EngineDead
 from ..scheduler.plan import NewSequence, ScheduledSequence, StepPlan, StepResult
 from ..scheduler.request import SamplingParams
+from . import cuda
 from .checkpoint.load import Checkpoint, Progress, open_checkpoint
 from .config import EngineConfig, ModelConfig
 from .members import Launcher, LocalRank, Members, RankHandle
 from .messages import Assignment, Capacity, GroupAddress, Loaded, Ready, Serve
-from .parallel import HostIdentity, Peer, Topology, choose_road, connect
+from .parallel import HostIdentity, Peer, Topology, assign_gpus, choose_road, connect
 from .partition import Shard, check_degrees, partition, whole_model
 from .sampler import GrammarBackend
 from .stage_costs import measure
@@ -34,6 +37,8 @@ __all__ = [
     "make_executor",
     "warm_up_plans",
 ]
+
+logger = logging.getLogger(__name__)
 
 START_SECONDS = 600.0  # for all ranks to load
 STEP_SECONDS = 60.0  # a step that takes longer is taken for a hang
@@ -146,6 +151,7 @@ class GroupExecutor:
         progress: Progress | None = None,
         grammar_backend: GrammarBackend | None = None,  # a function that other processes can import
         road: str | None = None,  # "gloo": not through shared memory even where it could
+        link: str | None = None,  # "gloo": not over TCP between stages
     ):
         checkpoint = open_checkpoint(config.model)
         check_degrees(checkpoint.config, config)
@@ -156,7 +162,7 @@ class GroupExecutor:
         deadline = time.monotonic() + start_timeout
         self._members = Members(config.world_size, host, launch or LocalRank)
         try:
-            self._start(checkpoint, host, min(join_timeout, start_timeout), deadline, progress, road)
+            self._start(checkpoint, host, min(join_timeout, start_timeout), deadline, progress, road, link)
         except BaseException as error:
             failure = self._members.failure
             self._members.close(timeout=1.0)
@@ -174,18 +180,20 @@ class GroupExecutor:
         deadline: float,
         progress: Progress | None,
         road: str | None,
+        link: str | None,
     ) -> None:
         config, model, members = self._config, self.model_config, self._members
         start_timeout = deadline - time.monotonic()
         hellos = members.join(join_timeout, silence=start_timeout)
-        own = Peer(host, 0, HostIdentity.here(), ops.native_library() is not None)
+        own = Peer(host, 0, HostIdentity.here(), ops.native_library() is not None, cuda.visible_gpus())
         peers = (own, *(hellos[rank].peer for rank in range(1, members.size)))
         dtype = model_dtype(config, model)
         costs = None
         if config.pipeline_parallel_size > 1 and config.pipeline_stage_layers is None:
             set_threads(config, sum(peer.identity.boot_id == own.identity.boot_id for peer in peers))
             costs = measure(checkpoint, config, dtype)
-        topology, store = _topology(partition(model, config, costs), peers, host, road)
+        gpus = _choose_gpus(config, peers)
+        topology, store = _topology(partition(model, config, costs), peers, gpus, host, road, link)
         members.send_all(Assignment(config, model, topology, start_timeout, self._grammar_backend))
         self.topology, self.shards = topology, topology.shards
         members.group = connect(
@@ -273,17 +281,42 @@ def _run(executor: Executor, plans: Sequence[StepPlan]) -> None:
         executor.collect()
 
 
-def _topology(shards: tuple[Shard, ...], peers: tuple[Peer, ...], host: str, road: str | None) -> tuple[Topology, Any]:
-    """Where everybody is, and the store that gloo's ranks meet at, where a stage needs gloo."""
+def _choose_gpus(config: EngineConfig, peers: tuple[Peer, ...]) -> tuple[int, ...]:
+    """The GPU of each rank; none where the group computes on CPUs."""
+    if config.device == "cpu":
+        return ()
+    gpus = assign_gpus(peers)
+    if not gpus and any(peer.gpus for peer in peers):
+        seen = ", ".join(f"rank {rank} sees {len(peer.gpus)}" for rank, peer in enumerate(peers))
+        what = f"{len(peers)} ranks need a GPU each, of their own: {seen}"
+        if config.device == "cuda":
+            raise ConfigError(f"device is cuda, and {what}")
+        logger.warning("the worker group computes on CPUs: %s", what)
+    elif not gpus and config.device == "cuda":
+        cuda.select_device("cuda")  # says what is missing
+    return gpus
+
+
+def _topology(
+    shards: tuple[Shard, ...],
+    peers: tuple[Peer, ...],
+    gpus: tuple[int, ...],
+    host: str,
+    road: str | None,
+    link: str | None,
+) -> tuple[Topology, Any]:
+    """Where everybody is, and the store that gloo's and NCCL's ranks meet at, where any do."""
     tp_size = shards[0].tp_size
     stages = [peers[first : first + tp_size] for first in range(0, len(peers), tp_size)]
-    roads = tuple(road if road and tp_size > 1 else choose_road(stage) for stage in stages)
-    store: Any = None
-    if "gloo" in roads:
-        from torch.distributed import TCPStore
+    roads = tuple(road if road and tp_size > 1 else choose_road(stage, bool(gpus)) for stage in stages)
+    link = link or ("nccl" if gpus else "tcp")
+    topology = Topology(shards, peers, roads, secrets.token_hex(16), 0, link if len(stages) > 1 else "tcp", gpus)
+    if not any(topology.needs_store(rank) for rank in range(len(peers))):
+        return topology, None
+    from torch.distributed import TCPStore
 
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-    return Topology(shards, peers, roads, secrets.token_hex(16), store.port if store else 0), store
+    store: Any = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    return replace(topology, store_port=store.port), store
 
 
 def _total(progress: Progress, members: Members) -> Progress:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..kernels import ops
 from ..scheduler.plan import NewSequence, PooledSequence, SampledToken, StepPlan, StepResult
 from ..scheduler.request import Pooling, SamplingParams, TokenLogprobs
-from .cuda import DecodeGraphs
+from .cuda import Alone, DecodeGraphs
 from .models.decoder import Decoder
 from .parallel import RankGroup
 from .prompt_reader import PromptReader
@@ -66,7 +66,7 @@ class ModelRunner:
         block_size: int,
         eos_token_ids: Sequence[int],
         make_matcher: MatcherFactory | None = None,
-        group: RankGroup | None = None,
+        group: RankGroup | Alone | None = None,
     ):
         self.device = kv_caches[0][0].device
         self.graphs: DecodeGraphs | None = None  # a worker on a GPU sets them
@@ -91,21 +91,29 @@ class ModelRunner:
         if not plan.scheduled:
             return nothing
         inputs = self._prepare(plan)
-        if self.graphs is not None and self.graphs.holds(inputs.attention):
-            hidden = self.graphs.run(inputs.token_ids, inputs.positions, inputs.attention)
+        if group is None or shard.first_stage:
+            first = inputs.token_ids
         else:
-            hidden = self._forward(plan, inputs)
+            first = group.receive_hidden(plan.step_id, len(inputs.positions))
+        if self.graphs is not None and self.graphs.holds(inputs.attention):
+            hidden = self.graphs.run(first, inputs.positions, inputs.attention)
+        else:
+            hidden = self.forward(first, inputs.positions, inputs.attention)
         if group is not None and not shard.last_stage:
             group.send_hidden(plan.step_id, hidden)
             return None
         pooled, prompt_logprobs = self._read_prompts(plan, hidden)
         sampled = [s.seq_id for s in plan.scheduled if s.sample and self.states[s.seq_id].draws]
         if not sampled:
+            if group is not None and pooled:
+                group.check()
             return StepResult(plan.step_id, (), pooled) if shard.samples else None
         logits = self._logits(hidden[inputs.sample_rows])
         if logits is None:
             return None
         tokens, logprobs = self.sampler.sample(logits, [self.states[s] for s in sampled])
+        if group is not None:
+            group.check()
         return StepResult(
             plan.step_id,
             tuple(
@@ -143,12 +151,10 @@ class ModelRunner:
             row += share.num_tokens
         return tuple(pooled), logprobs
 
-    def _forward(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
-        if self.model.shard.first_stage or self.group is None:
-            hidden = self.model.embed(inputs.token_ids)
-        else:
-            hidden = self.group.receive_hidden(plan.step_id, len(inputs.positions))
-        return self.model.forward(hidden, inputs.positions, self.kv_caches, inputs.attention)
+    def forward(self, first: Tensor, positions: Tensor, metadata: ops.AttentionMetadata) -> Tensor:
+        """Run this rank's layers. `first`: token ids [num_tokens], or, at a later stage, [num_tokens, hidden]."""
+        hidden = first if first.is_floating_point() else self.model.embed(first)
+        return self.model.forward(hidden, positions, self.kv_caches, metadata)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)

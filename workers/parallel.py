@@ -1,8 +1,8 @@
 """How the ranks of a worker group exchange tensors: sums and logits within a stage, hidden states between stages.
 
 Ranks of a stage that share a host add up in shared pages (`kernels.cpu.shared_group`), inside the native decoder; over
-hosts it is gloo, layer by layer. Stages hand on hidden states over plain TCP. Every wait can be aborted from another
-thread.
+hosts it is gloo, layer by layer. Stages hand on hidden states over plain TCP. On GPUs all of it is NCCL's
+(`collectives.py`). Every wait can be aborted from another thread.
 """
 
 import os
@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -21,12 +20,13 @@ from torch import Tensor
 from ..kernels import ops
 from ..kernels.cpu.shared_group import SharedGroup
 from ..kernels.ops import RankLost
+from .collectives import WAIT_SECONDS, CollectiveGroup
 from .config import EngineConfig, ModelConfig
 from .partition import Shard
 from .wire import Connection, WireError
 
 _POLL_SECONDS = 0.2
-WAIT_SECONDS = 60.0  # for another rank's part of a step; one that is lost is noticed long before
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +50,21 @@ class Peer:
     link_port: int  # where it listens for the stage before it; 0: nowhere
     identity: HostIdentity
     native: bool  # whether its kernels are, which shared pages need
+    gpus: tuple[str, ...] = ()  # those it may use, as its host knows them
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """What a rank must know to find the others. `roads` says how each stage adds up: "shared", "gloo" or "alone"."""
+    """What a rank must know to find the others. `roads` says how each stage adds up: "shared", "gloo", "nccl" or
+    "alone"; `link` how hidden states go from stage to stage: "tcp", "gloo" or "nccl"."""
 
     shards: tuple[Shard, ...]
     peers: tuple[Peer, ...]
     roads: tuple[str, ...]
     name: str  # random; makes the names of abstract sockets
-    store_port: int  # of the TCPStore at the leader that gloo meets at; 0: none
+    store_port: int  # of the TCPStore at the leader that gloo and NCCL meet at; 0: none
+    link: str = "tcp"
+    gpus: tuple[int, ...] = ()  # which of the GPUs that it may use each rank has; none: all are on CPUs
 
     def stage(self, pp_rank: int) -> list[int]:
         """The ranks of a stage."""
@@ -71,11 +75,38 @@ class Topology:
         boot_id = self.peers[rank].identity.boot_id
         return sum(peer.identity.boot_id == boot_id for peer in self.peers)
 
+    def device(self, rank: int) -> torch.device:
+        return torch.device("cuda", self.gpus[rank]) if self.gpus else torch.device("cpu")
 
-def choose_road(peers: Sequence[Peer]) -> str:
+    def needs_store(self, rank: int) -> bool:
+        """Whether this rank meets others at the leader's TCPStore."""
+        return self.link != "tcp" or self.roads[self.shards[rank].pp_rank] in ("gloo", "nccl")
+
+
+def assign_gpus(peers: Sequence[Peer]) -> tuple[int, ...]:
+    """Which of its GPUs each rank takes, so that no two have the same one; empty where that cannot be.
+
+    Who may use the fewest chooses first. Ray shows an actor the GPUs of its bundle; a process that it did not start
+    sees all of its host's.
+    """
+    chosen: dict[int, int] = {}
+    taken: set[tuple[HostIdentity, str]] = set()
+    for rank in sorted(range(len(peers)), key=lambda r: (len(peers[r].gpus), r)):
+        identity, names = peers[rank].identity, peers[rank].gpus
+        free = [i for i, name in enumerate(names) if (identity, name) not in taken]
+        if not free:
+            return ()
+        chosen[rank] = free[0]
+        taken.add((identity, names[free[0]]))
+    return tuple(chosen[rank] for rank in range(len(peers)))
+
+
+def choose_road(peers: Sequence[Peer], on_gpus: bool = False) -> str:
     """How the ranks of a stage add up."""
     if len(peers) == 1:
         return "alone"
+    if on_gpus:
+        return "nccl"
     together = all(peer.identity == peers[0].identity and peer.native for peer in peers)
     return "shared" if together else "gloo"
 
@@ -94,59 +125,6 @@ class StageReduce(Protocol):
     def abort(self) -> None: ...
 
 
-class GlooGroup:
-    """A stage over several hosts. All parts go to all ranks, and each adds them up in order: gloo's own sum would take
-    them in an order that depends on a row's place in the batch.
-    """
-
-    def __init__(self, store: Any, host: str, rank: int, size: int):
-        from torch import distributed
-
-        ProcessGroupGloo: Any = distributed.ProcessGroupGloo  # torch's types know neither options nor collectives of it
-        options = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = timedelta(seconds=WAIT_SECONDS)
-        store.set_timeout(options._timeout)
-        self._group = ProcessGroupGloo(store, rank, size, options)
-        self.rank, self.size = rank, size
-        self._aborted = threading.Event()
-
-    def __call__(self, part: Tensor, dtype: torch.dtype) -> Tensor:
-        part = part.contiguous()
-        parts = [torch.empty_like(part) for _ in range(self.size)]
-        self._wait(lambda: self._group.allgather([parts], [part]))
-        total = parts[0]
-        for other in parts[1:]:
-            total += other
-        return total.to(dtype)
-
-    def gather(self, part: Tensor, columns: Sequence[int]) -> Tensor | None:
-        widest = max(columns)
-        padded = torch.nn.functional.pad(part, (0, widest - part.shape[1])).contiguous()
-        parts = [torch.empty_like(padded) for _ in range(self.size)] if self.rank == 0 else []
-        self._wait(lambda: self._group.gather(parts, padded, root=0))
-        return torch.cat([p[:, :n] for p, n in zip(parts, columns, strict=True)], 1) if parts else None
-
-    def abort(self) -> None:
-        self._aborted.set()
-
-    def _wait(self, begin: Any) -> None:
-        try:
-            work = begin()
-            deadline = time.monotonic() + WAIT_SECONDS
-            while True:
-                if self._aborted.is_set():
-                    raise RankLost("the group was aborted while ranks waited for each other")
-                try:
-                    work.wait(timedelta(seconds=0.2))
-                    return
-                except RuntimeError as error:
-                    if work.is_completed() or time.monotonic() > deadline:  # else it is only this wait that is over
-                        raise RankLost(f"a rank of this stage is gone: {error}") from None
-        except RuntimeError as error:
-            raise error if isinstance(error, RankLost) else RankLost(f"a rank of this stage is gone: {error}") from None
-
-
 class RankGroup:
     """This rank's ways to the others. One thread computes with it; `abort` and `close` may come from any."""
 
@@ -157,14 +135,15 @@ class RankGroup:
         dtype: torch.dtype,
         vocab_columns: Sequence[int],
         reduce: StageReduce | None = None,
-        before: Connection | None = None,
-        behind: Connection | None = None,
+        before: Connection | CollectiveGroup | None = None,
+        behind: Connection | CollectiveGroup | None = None,
+        device: torch.device = _CPU,
     ):
-        self.shard, self.reduce = shard, reduce
+        self.shard, self.reduce, self.device = shard, reduce, device
         self._hidden_size, self._dtype, self._vocab_columns = model.hidden_size, dtype, list(vocab_columns)
         self._before, self._behind = before, behind
         self._arrived: queue.SimpleQueue[tuple[int, bytearray] | Exception] = queue.SimpleQueue()
-        if before is not None:
+        if isinstance(before, Connection):
             threading.Thread(target=self._read_hidden, args=(before,), name="stage-link", daemon=True).start()
 
     def gather_logits(self, logits: Tensor) -> Tensor | None:
@@ -174,6 +153,9 @@ class RankGroup:
     def send_hidden(self, step_id: int, hidden: Tensor) -> None:
         """Hand hidden [num_tokens, hidden_size] to this rank's counterpart in the next stage."""
         assert self._behind is not None, "the last stage has nobody behind it"
+        if isinstance(self._behind, CollectiveGroup):
+            self._behind.send(hidden)
+            return
         try:
             data: Any = hidden.contiguous().view(torch.uint8).numpy()
             self._behind.send_tensor_bytes(step_id % 2**64, memoryview(data).cast("B"))
@@ -183,6 +165,9 @@ class RankGroup:
     def receive_hidden(self, step_id: int, num_tokens: int) -> Tensor:
         """What the stage before sent for this step, [num_tokens, hidden_size]."""
         stage = self.shard.pp_rank - 1
+        if isinstance(self._before, CollectiveGroup):  # both ends know how much it is, and take steps in order
+            shape = num_tokens, self._hidden_size
+            return self._before.receive(torch.empty(shape, dtype=self._dtype, device=self.device))
         try:
             arrived = self._arrived.get(timeout=WAIT_SECONDS)
         except queue.Empty:
@@ -195,6 +180,12 @@ class RankGroup:
             raise RankLost(f"stage {stage} sent {hidden.numel()} values of step {of_step}; step {step_id} was due")
         return hidden.view(num_tokens, self._hidden_size)
 
+    def check(self) -> None:
+        """Raise `RankLost` if what was computed since cannot be right: on a GPU nobody has waited for the others."""
+        for group in (self.reduce, self._before, self._behind):
+            if isinstance(group, CollectiveGroup):
+                group.check()
+
     def _read_hidden(self, connection: Connection) -> None:
         try:
             while True:
@@ -206,12 +197,15 @@ class RankGroup:
         """End every wait of this rank, now and later, with `RankLost`."""
         if self.reduce is not None:
             self.reduce.abort()
+        for link in (self._before, self._behind):
+            if isinstance(link, CollectiveGroup):
+                link.abort()
         self.close()
 
     def close(self) -> None:
-        for connection in (self._before, self._behind):
-            if connection is not None:
-                connection.close()
+        for link in (self._before, self._behind):
+            if isinstance(link, Connection):
+                link.close()
 
 
 def slot_bytes(model: ModelConfig, engine: EngineConfig, widest_vocab: int) -> int:
@@ -236,15 +230,33 @@ def connect(
     """Meet the ranks that this one exchanges tensors with. Raises `WireError` or `RankLost` after `timeout` seconds.
 
     `check` is called while waiting, and raises where there is nothing to wait for any more.
-    `listener` is where the stage before connects, `store` the TCPStore of gloo, where they are needed.
+    `listener` is where the stage before connects, `store` the TCPStore of gloo and NCCL, where they are needed.
     """
+    device = topology.device(rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     shard = topology.shards[rank]
     vocab_columns = [len(topology.shards[r].vocab) for r in topology.stage(shard.pp_rank)]
-    behind = before = None
-    if not shard.last_stage:
+    behind: Connection | CollectiveGroup | None = None
+    before: Connection | CollectiveGroup | None = None
+    host = topology.peers[rank].host
+
+    def meet(backend: str, name: str, own: int, size: int) -> CollectiveGroup:
+        from torch.distributed import PrefixStore
+
+        check()
+        ordered = backend == "gloo" or ops.batch_invariant()
+        return CollectiveGroup(backend, PrefixStore(name, store), host, own, size, device, ordered)
+
+    if topology.link != "tcp":  # stage by stage, so that nobody waits for who waits for it
+        if not shard.first_stage:
+            before = meet(topology.link, f"link-{rank - shard.tp_size}", 1, 2)
+        if not shard.last_stage:
+            behind = meet(topology.link, f"link-{rank}", 0, 2)
+    elif not shard.last_stage:
         peer = topology.peers[rank + shard.tp_size]
         behind = Connection.connect(peer.host, peer.link_port, key, timeout, check)
-    if listener is not None:
+    if topology.link == "tcp" and listener is not None:
         before = accept(listener, key, timeout, check)
     reduce: StageReduce | None = None
     road = topology.roads[shard.pp_rank]
@@ -252,15 +264,9 @@ def connect(
         size = slot_bytes(model, engine, max(vocab_columns))
         name = f"\0pagedray-{topology.name}-{shard.pp_rank}"
         reduce = _share_pages(name, key, shard.tp_rank, shard.tp_size, size, timeout, check)
-    elif road == "gloo":
-        from torch.distributed import PrefixStore
-
-        host = topology.peers[rank].host
-        try:
-            reduce = GlooGroup(PrefixStore(f"stage-{shard.pp_rank}", store), host, shard.tp_rank, shard.tp_size)
-        except RuntimeError as error:
-            raise RankLost(f"the ranks of stage {shard.pp_rank} cannot meet over gloo: {error}") from None
-    return RankGroup(shard, model, dtype, vocab_columns, reduce, before, behind)
+    elif road != "alone":
+        reduce = meet(road, f"stage-{shard.pp_rank}", shard.tp_rank, shard.tp_size)
+    return RankGroup(shard, model, dtype, vocab_columns, reduce, before, behind, device)
 
 
 def accept(listener: socket.socket, key: bytes, timeout: float, check: Callable[[], None]) -> Connection:

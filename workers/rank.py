@@ -18,6 +18,7 @@ from ..scheduler.errors import CheckpointError, EngineDead, PagedRayError
 from ..scheduler.plan import StepPlan
 from . import wire
 from .checkpoint.load import open_checkpoint
+from .cuda import visible_gpus
 from .messages import Abort, Assignment, Capacity, Failed, GroupAddress, Hello, Loaded, Loading, Ready, Serve, Stop
 from .monitor import Monitor
 from .parallel import HostIdentity, Peer, RankGroup, connect
@@ -94,7 +95,8 @@ class _Member:
     def join_and_serve(self) -> None:
         native = ops.native_library() is not None
         port = self.listener.getsockname()[1]
-        self.control.send(Hello(self.rank, Peer(self.control.local_host, port, HostIdentity.here(), native)))
+        peer = Peer(self.control.local_host, port, HostIdentity.here(), native, visible_gpus())
+        self.control.send(Hello(self.rank, peer))
         assignment = self._expect(Assignment, _ASSIGNMENT_SECONDS)
         self.monitor.silence = assignment.start_timeout
         worker = self._load(assignment)
@@ -118,7 +120,7 @@ class _Member:
         topology, config, rank = assignment.topology, assignment.config, self.rank
         shard = topology.shards[rank]
         store = None
-        if topology.roads[shard.pp_rank] == "gloo":
+        if topology.needs_store(rank):
             from torch.distributed import TCPStore
 
             store = TCPStore(self.address.host, topology.store_port, is_master=False)

@@ -2,12 +2,10 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 
-from ..kernels.ops import AttentionMetadata
-from ..scheduler.errors import ConfigError
 from ..scheduler.plan import StepPlan, StepResult
 from . import cuda, kv_cache
 from .checkpoint.load import Checkpoint, Progress, load_weights, open_checkpoint
@@ -15,6 +13,7 @@ from .config import EngineConfig, ModelConfig
 from .kv_transfer import KVPort, fingerprint
 from .model_runner import ModelRunner
 from .models.decoder import Decoder
+from .models.weights import DecoderWeights
 from .parallel import RankGroup, Topology
 from .sampler import GrammarBackend
 
@@ -57,39 +56,39 @@ class Worker:
         self.dtype = model_dtype(config, self.model_config)
         self.shard = topology.shards[rank] if topology else None
         shards = [self.shard, *(s for s in topology.shards if s.rank != rank)] if topology and self.shard else []
-        self.device = self._choose_device(topology)
+        self.device = topology.device(rank) if topology else cuda.select_device(config.device)
         budget = None
         self._model: Decoder | None = None
         if self.device.type == "cuda":  # what is left for KV is known when the weights are there and a step has run
-            weights = load_weights(checkpoint, self.dtype, progress, None, config.quantization)
+            weights = load_weights(checkpoint, self.dtype, progress, self.shard, config.quantization)
             longest = config.max_model_len or self.model_config.max_position_embeddings
-            self._model = Decoder(self.model_config, weights, longest, device=self.device)
-            budget = self._gpu_budget(self._model, longest)
+            self._model, use = self.profile(weights, longest)
+            budget = cuda.kv_budget(use, config.gpu_memory_utilization)
         self.num_blocks, self.max_model_len = kv_cache.plan_capacity(
             self.model_config, config, self.dtype, shards, on_host, budget
         )
         if self._model is None:
             self._weights = load_weights(checkpoint, self.dtype, progress, self.shard, config.quantization)
 
-    def _choose_device(self, topology: Topology | None) -> torch.device:
-        device = cuda.select_device(self.config.device)
-        if device.type == "cpu" or topology is None:
-            return device
-        if self.config.device == "cuda":
-            raise ConfigError("device is cuda, but a worker group of several ranks cannot use GPUs yet; say cpu")
-        logger.warning("a worker group of several ranks computes on CPUs: it cannot use GPUs yet")
-        return torch.device("cpu")
-
-    def _gpu_budget(self, model: Decoder, max_model_len: int) -> int:
-        """Bytes for KV, from what the largest step takes beside the weights."""
-        config = self.config
+    def profile(
+        self,
+        weights: DecoderWeights,
+        max_model_len: int,
+        measure: Callable[[Callable[[], object], torch.device], cuda.MemoryUse] = cuda.measure,
+    ) -> tuple[Decoder, cuda.MemoryUse]:
+        """The model on its device, and what its largest step takes there, run without the other ranks."""
+        config, model_config = self.config, self.model_config
+        others = self.shard and cuda.Alone(
+            self.shard, model_config.vocab_size, model_config.hidden_size, self.dtype, self.device
+        )
+        reduce = others.reduce if others and others.shard.tp_size > 1 else None
+        model = Decoder(model_config, weights, max_model_len, self.shard, reduce, self.device)
         plans, blocks = cuda.largest_step(
             config.max_num_seqs, config.max_num_batched_tokens, max_model_len, config.block_size
         )
-        caches = kv_cache.allocate(self.model_config, blocks, config.block_size, self.dtype, device=self.device)
-        runner = ModelRunner(model, caches, config.block_size, self.model_config.eos_token_ids)
-        use = cuda.measure(lambda: [runner.execute(plan) for plan in plans], self.device)
-        return cuda.kv_budget(use, config.gpu_memory_utilization)
+        caches = kv_cache.allocate(model_config, blocks, config.block_size, self.dtype, self.shard, self.device)
+        runner = ModelRunner(model, caches, config.block_size, model_config.eos_token_ids, group=others)
+        return model, measure(lambda: [runner.execute(plan) for plan in plans], self.device)
 
     def allocate(self, num_blocks: int, max_model_len: int, group: RankGroup | None = None) -> None:
         """Build the model and a KV pool of `num_blocks` blocks, the least that any rank of the group holds."""
@@ -99,6 +98,7 @@ class Worker:
         if model is None:
             model = Decoder(self.model_config, self._weights, max_model_len, self.shard, reduce)
             del self._weights
+        model.reduce = reduce  # on a GPU it has run alone so far
         caches = kv_cache.allocate(
             self.model_config, num_blocks, self.config.block_size, self.dtype, self.shard, self.device
         )
@@ -111,7 +111,7 @@ class Worker:
         )
         self.runner = ModelRunner(model, caches, self.config.block_size, ends, make_matcher, group)
         if self.device.type == "cuda" and not self.config.enforce_eager:
-            self.runner.graphs = self._graphs(model, caches)
+            self.runner.graphs = self._graphs()
         logger.info(
             "loaded %s: %d layers, %s, KV pool of %d tokens, context of %d",
             self.config.model,
@@ -122,12 +122,16 @@ class Worker:
         )
 
     @torch.inference_mode()
-    def _graphs(self, model: Decoder, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> cuda.DecodeGraphs:
-        def forward(token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-            return model.forward(model.embed(token_ids), positions, caches, metadata)
-
-        config = self.config
-        graphs = cuda.DecodeGraphs(forward, config.max_num_seqs, self.max_model_len, config.block_size, self.device)
+    def _graphs(self) -> cuda.DecodeGraphs:
+        config, shard = self.config, self.runner.model.shard
+        graphs = cuda.DecodeGraphs(
+            self.runner.forward,
+            config.max_num_seqs,
+            self.max_model_len,
+            config.block_size,
+            self.device,
+            hidden=None if shard.first_stage else (self.model_config.hidden_size, self.dtype),
+        )
         graphs.capture_all()
         return graphs
 

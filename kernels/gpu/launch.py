@@ -5,7 +5,6 @@ slow, for tests. PAGEDRAY_BATCH_INVARIANT=1 gives a row the same bits in any bat
 linear layers by a Triton GEMM whose tiles do not depend on the number of rows, instead of cuBLAS.
 """
 
-import os
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import reference
+from .. import ops, reference
 from ..reference import AttentionMetadata, PackedLinear
 from . import attention, elementwise, linear, sampling
 
@@ -22,7 +21,7 @@ from . import attention, elementwise, linear, sampling
 def operations(batch_invariant: bool | None = None) -> dict[str, Callable[..., Any]]:
     """batch_invariant None: as PAGEDRAY_BATCH_INVARIANT says."""
     if batch_invariant is None:
-        batch_invariant = os.environ.get("PAGEDRAY_BATCH_INVARIANT", "") not in ("", "0")
+        batch_invariant = ops.batch_invariant()
 
     def paged_attention(
         q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, **options: Any

@@ -21,10 +21,10 @@ from pagedray.kernels.cpu.shared_group import SharedGroup
 from pagedray.scheduler.plan import StepPlan
 from pagedray.scheduler.request import Request, SamplingParams
 from pagedray.workers import wire
+from pagedray.workers.collectives import CollectiveGroup
 from pagedray.workers.config import EngineConfig
 from pagedray.workers.engine import Engine
 from pagedray.workers.executor import GroupExecutor
-from pagedray.workers.parallel import GlooGroup
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "one rank": {},
@@ -176,7 +176,7 @@ def time_reduce(rows: int, hidden: int) -> tuple[float, float]:
         part = torch.ones(rows, hidden)
         shared = SharedGroup(native, file, rank, 2, 4 * rows * hidden)
         mine = store if rank == 0 else TCPStore("127.0.0.1", port, is_master=False)
-        gloo = GlooGroup(mine, "127.0.0.1", rank, 2)
+        gloo = CollectiveGroup("gloo", mine, "127.0.0.1", rank, 2, torch.device("cpu"))
         return (
             median_us(lambda: shared(part, torch.float32), 2000),
             median_us(lambda: gloo(part, torch.float32), 300),

@@ -53,6 +53,7 @@ LOSSES = [
     ({"tensor_parallel_size": 2}, None, 1),
     ({"tensor_parallel_size": 2}, "gloo", 1),
     ({"pipeline_parallel_size": 3}, None, 1),
+    ({"pipeline_parallel_size": 3}, "link", 1),
     ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, None, 3),
 ]
 
@@ -62,7 +63,7 @@ LOSSES = [
 def test_a_lost_rank_is_noticed_by_all(settings, road, victim, how, model):
     before = traces()
     config = config_for(model, **settings)
-    executor = group(config, road=road)
+    executor = group(config, link="gloo") if road == "link" else group(config, road=road)
     pids = rank_pids(executor)
     others = [pid for rank, pid in enumerate(pids, 1) if rank != victim]
     engine = Engine(config, executor=executor)
