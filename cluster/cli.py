@@ -31,7 +31,7 @@ def _json(text: str) -> Any:
 _json.__name__ = "JSON"
 _ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "--dtype": (str, "auto, bfloat16 or float32"),
-    "--quantization": (str, "of weights: auto (as the files have them), int8, or none (in --dtype)"),
+    "--quantization": (str, "of weights: auto (as the files have them), int8, fp8 (GPUs), or none (in --dtype)"),
     "--max-model-len": (int, "prompt and output, in tokens"),
     "--max-num-seqs": (int, "sequences in a step"),
     "--max-num-batched-tokens": (int, "tokens in a step: the prefill chunk"),

@@ -116,6 +116,23 @@ def linear(x: Tensor, packed: PackedLinear, out_dtype: dtype | None = None) -> T
     return _table(x.device.type)["linear"](x, packed, out_dtype)
 
 
+def quantize_linear(weight: Tensor, bias: Tensor | None, format: str) -> PackedLinear:
+    """weight [N, K] -> what `linear` wants to compute in 8 bits (W8A8): each output channel rounded to `format`, "int8"
+    or "fp8" (e4m3), under a scale of its own; `linear` rounds each row of x in the same way, by its own largest value.
+
+    Dynamic quantization per token and channel (ZeroQuant, Yao 2022). For formats in `linear_formats`, else ValueError.
+    """
+    if format not in linear_formats(weight.device.type):
+        raise ValueError(f"quantize_linear: the kernels for {weight.device.type} do not compute in {format}")
+    return _table(weight.device.type)["quantize_linear"](weight, bias, format)
+
+
+def linear_formats(device_type: str) -> tuple[str, ...]:
+    """What the kernels of a device can compute linear layers in, of the formats of `quantize_linear`."""
+    known = _table(device_type).get("linear_formats")
+    return known() if known else ()
+
+
 def embedding(token_ids: Tensor, weight: Weight, dtype: dtype | None = None) -> Tensor:
     """token_ids int64 [T], weight [V, H] -> [T, H], in the weight's dtype, or dequantized to `dtype`."""
     return _table(token_ids.device.type)["embedding"](token_ids, weight, dtype)

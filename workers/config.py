@@ -10,7 +10,8 @@ from ..scheduler.names import nearest
 
 DTYPES = ("auto", "bfloat16", "float32")
 DEVICES = ("auto", "cuda", "cpu")
-QUANTIZATIONS = ("auto", "none", "int8")
+QUANTIZATIONS = ("auto", "none", "int8", "fp8")
+GPU_BLOCK_SIZE = 64  # a block's keys of a head are a tile of their own then
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")  # what `workers.rope` computes
 
 
@@ -153,9 +154,10 @@ class EngineConfig:
     model: str  # a folder, a .gguf file or a hub id
     tokenizer: str | None = None  # where it is not the model's own
     dtype: str = "auto"
-    # Weights: "auto" as the files have them, GGUF's blocks included; "int8" any; "none" dequantized to dtype.
+    # Weights: "auto" as the files have them, GGUF's blocks included; "int8" any; "none" dequantized to dtype. On a GPU
+    # "int8" and "fp8" are of weights and activations, and all others are dequantized.
     quantization: str = "auto"
-    block_size: int = 16  # tokens a KV block
+    block_size: int = 0  # tokens a KV block; left out: 16, or 64 with `device: cuda`
     max_model_len: int | None = None  # prompt and output, in tokens; None: the model's, as far as the KV pool holds
     max_num_seqs: int = 64  # sequences in a step
     max_num_batched_tokens: int = 512  # tokens in a step: the prefill chunk
@@ -209,6 +211,8 @@ class EngineConfig:
             object.__setattr__(self, "dtype", aliases.get(self.dtype, self.dtype))
         if self.device not in DEVICES:
             raise ConfigError(f"device must be one of {', '.join(DEVICES)}, not {self.device!r}")
+        if self.block_size == 0 and not isinstance(self.block_size, bool):
+            object.__setattr__(self, "block_size", GPU_BLOCK_SIZE if self.device == "cuda" else 16)
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization must be more than 0 and at most 1, not {share!r}")

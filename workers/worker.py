@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from ..kernels import ops
+from ..scheduler.errors import ConfigError
 from ..scheduler.plan import StepPlan, StepResult
 from . import cuda, kv_cache
 from .checkpoint.load import Checkpoint, Progress, load_weights, open_checkpoint
@@ -57,10 +59,12 @@ class Worker:
         self.shard = topology.shards[rank] if topology else None
         shards = [self.shard, *(s for s in topology.shards if s.rank != rank)] if topology and self.shard else []
         self.device = topology.device(rank) if topology else cuda.select_device(config.device)
+        self._quantize = self._format()
+        quantization = "none" if self._quantize else config.quantization
         budget = None
         self._model: Decoder | None = None
         if self.device.type == "cuda":  # what is left for KV is known when the weights are there and a step has run
-            weights = load_weights(checkpoint, self.dtype, progress, self.shard, config.quantization)
+            weights = load_weights(checkpoint, self.dtype, progress, self.shard, quantization)
             longest = config.max_model_len or self.model_config.max_position_embeddings
             self._model, use = self.profile(weights, longest)
             budget = cuda.kv_budget(use, config.gpu_memory_utilization)
@@ -68,7 +72,22 @@ class Worker:
             self.model_config, config, self.dtype, shards, on_host, budget
         )
         if self._model is None:
-            self._weights = load_weights(checkpoint, self.dtype, progress, self.shard, config.quantization)
+            self._weights = load_weights(checkpoint, self.dtype, progress, self.shard, quantization)
+
+    def _format(self) -> str | None:
+        """What linear layers are rounded to once they are loaded, where the kernels of this device compute in that."""
+        wanted, device = self.config.quantization, self.device
+        if wanted in ops.linear_formats(device.type):
+            if wanted == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+                name = torch.cuda.get_device_name(device)
+                raise ConfigError(f"quantization is fp8, which {name} cannot multiply (sm_89 and later can); say int8")
+            return wanted
+        if wanted == "fp8":
+            raise ConfigError(
+                f"quantization is fp8, which the kernels for {device.type} do not compute in: say int8, or device: "
+                "cuda where triton is installed"
+            )
+        return None
 
     def profile(
         self,
@@ -78,11 +97,12 @@ class Worker:
     ) -> tuple[Decoder, cuda.MemoryUse]:
         """The model on its device, and what its largest step takes there, run without the other ranks."""
         config, model_config = self.config, self.model_config
-        others = self.shard and cuda.Alone(
-            self.shard, model_config.vocab_size, model_config.hidden_size, self.dtype, self.device
-        )
+        others: cuda.Alone | None = None
+        if self.shard:
+            sizes = model_config.vocab_size, model_config.hidden_size
+            others = cuda.Alone(self.shard, *sizes, self.dtype, self.device)
         reduce = others.reduce if others and others.shard.tp_size > 1 else None
-        model = Decoder(model_config, weights, max_model_len, self.shard, reduce, self.device)
+        model = Decoder(model_config, weights, max_model_len, self.shard, reduce, self.device, self._quantize)
         plans, blocks = cuda.largest_step(
             config.max_num_seqs, config.max_num_batched_tokens, max_model_len, config.block_size
         )
@@ -96,7 +116,9 @@ class Worker:
         reduce = None if group is None else group.reduce
         model = self._model
         if model is None:
-            model = Decoder(self.model_config, self._weights, max_model_len, self.shard, reduce)
+            model = Decoder(
+                self.model_config, self._weights, max_model_len, self.shard, reduce, quantize=self._quantize
+            )
             del self._weights
         model.reduce = reduce  # on a GPU it has run alone so far
         caches = kv_cache.allocate(

@@ -116,11 +116,13 @@ def quantize(
     return QuantizedWeight(format, (low | high << 4).flatten(1).contiguous(), scales, zeros, size, global_scale)
 
 
-def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """x [T, K] -> [T, N] in x's dtype, summed in fp32: the oracle."""
+def quantized_linear(
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """x [T, K] -> [T, N] in x's dtype, or in `out_dtype`, summed in fp32: the oracle."""
     if weight.group:
         out = x.float() @ weight.dequantized().to(x.dtype).float().T
     else:
         rounded, scales = quantize_rows(x, weight.format)
         out = (rounded.float() @ weight.data.float().T) * scales.unsqueeze(1) * weight.scales
-    return (out if bias is None else out + bias.float()).to(x.dtype)
+    return (out if bias is None else out + bias.float()).to(out_dtype or x.dtype)

@@ -35,6 +35,8 @@ def operations(batch_invariant: bool | None = None) -> dict[str, Callable[..., A
 
     table: dict[str, Callable[..., Any]] = {
         "pack_linear": reference.pack_linear,
+        "quantize_linear": linear.quantize_linear,
+        "linear_formats": lambda: ("int8", "fp8"),
         "linear": multiply,
         "rms_norm": elementwise.rms_norm,
         "add_rms_norm": elementwise.add_rms_norm,

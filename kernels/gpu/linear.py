@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..reference import PackedLinear
 from .elementwise import quantize_rows
-from .formats import QuantizedWeight
+from .formats import QuantizedWeight, quantize
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +170,8 @@ def linear(
 ) -> Tensor:
     """As `..ops.linear`."""
     out_dtype = out_dtype or x.dtype
+    if packed.native is not None:
+        return quantized_linear(x, packed.native, packed.bias, batch_invariant, out_dtype)
     if batch_invariant:
         return gemm(x, packed.data, out_dtype, packed.bias, batch_invariant=True)
     if out_dtype == x.dtype:
@@ -180,6 +182,12 @@ def linear(
     else:
         out = F.linear(x.to(out_dtype), packed.data.to(out_dtype))
     return out if packed.bias is None else out + packed.bias
+
+
+def quantize_linear(weight: Tensor, bias: Tensor | None, format: str) -> PackedLinear:
+    """As `..ops.quantize_linear`."""
+    rounded = quantize(weight, format)
+    return PackedLinear(rounded.data, bias, rounded.out_features, rounded.in_features, weight.dtype, rounded)
 
 
 # By the largest number of rows, as GEMM; block_k counts bytes, of two inputs each.
@@ -328,10 +336,14 @@ def _processors(x: Tensor) -> int:
 
 
 def quantized_linear(
-    x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, batch_invariant: bool = False
+    x: Tensor,
+    weight: QuantizedWeight,
+    bias: Tensor | None = None,
+    batch_invariant: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """As `.formats.quantized_linear`: 8-bit weights round the activations of each row first, 4-bit ones do not."""
     if weight.group:
-        return w4_gemm(x, weight, bias, batch_invariant)
+        return w4_gemm(x, weight, bias, batch_invariant).to(out_dtype or x.dtype)
     rounded, scales = quantize_rows(x, weight.data.dtype)
-    return gemm(rounded, weight.data, x.dtype, bias, scales, weight.scales, batch_invariant)
+    return gemm(rounded, weight.data, out_dtype or x.dtype, bias, scales, weight.scales, batch_invariant)

@@ -30,6 +30,11 @@ def test_bad_settings(settings, message):
         EngineConfig.from_kwargs(model="x", **settings)
 
 
+def test_blocks_are_larger_on_gpus():
+    sizes = [EngineConfig.from_kwargs(model="x", device=d).block_size for d in ("cuda", "cpu", "auto")]
+    assert sizes == [64, 16, 16] and EngineConfig.from_kwargs(model="x", device="cuda", block_size=32).block_size == 32
+
+
 def test_kv_budget():
     use = cuda.MemoryUse(total=80 * GIB, others=1 * GIB, peak=17 * GIB)
     assert cuda.kv_budget(use, 0.9) == 54 * GIB

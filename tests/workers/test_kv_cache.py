@@ -225,7 +225,7 @@ def test_sizes_that_are_none_are_refused(size):
         ({"dtype": "float16"}, "there.dtype must be one of auto, bfloat16, float32, not 'float16'"),
         ({"dtype": ["float32"]}, "there.dtype must be one of auto, bfloat16, float32"),
         ({"dtype": torch.float32}, "there.dtype must be one of auto, bfloat16, float32"),
-        ({"quantization": "awq"}, "there.quantization must be one of auto, none, int8, not 'awq'"),
+        ({"quantization": "awq"}, "there.quantization must be one of auto, none, int8, fp8, not 'awq'"),
         ({"quantization": ["int8"]}, "there.quantization must be one of auto, none, int8"),
         ({"enable_prefix_caching": "no"}, "there.enable_prefix_caching must be true or false, not 'no'"),
         ({"seed": 1.5}, "there.seed must be an integer, not 1.5"),

@@ -32,7 +32,9 @@ class Decoder:
         shard: Shard | None = None,
         reduce: ops.Reduce | None = None,
         device: torch.device = _CPU,
+        quantize: str | None = None,
     ):
+        """`quantize`: a format of `ops.quantize_linear` for the layers; embedding and head stay as they are."""
         self.config = config
         self.shard = shard = shard or whole_model(config)
         self.reduce = reduce
@@ -43,7 +45,7 @@ class Decoder:
         tied = weights.lm_head is weights.embed_tokens
         layers = []
         while weights.layers:  # one layer's weights and their packed copy at a time
-            layers.append(_pack(weights.layers.pop(0), self.dtype, device))
+            layers.append(_pack(weights.layers.pop(0), self.dtype, device, quantize))
         self.stack = ops.pack_decoder(
             layers,
             final_norm=weights.norm.to(device) if shard.last_stage else None,
@@ -88,13 +90,17 @@ def _placed(weight: Weight, dtype: torch.dtype, device: torch.device) -> Weight:
     return (weight if isinstance(weight, Tensor) else weight.dequantize(dtype)).to(device)
 
 
-def _pack(weights: LayerWeights, dtype: torch.dtype, device: torch.device) -> ops.DecoderLayer:
+def _pack(weights: LayerWeights, dtype: torch.dtype, device: torch.device, quantize: str | None) -> ops.DecoderLayer:
     def pack(linear: Linear) -> ops.PackedLinear:
         weight = linear.weight
+        bias = None if linear.bias is None else linear.bias.to(device)
+        if quantize:
+            assert isinstance(weight, Tensor), "loaded without blocks of its own"
+            return ops.quantize_linear(weight.to(device), bias, quantize)
         placed = (
             [_placed(w, dtype, device) for w in weight] if isinstance(weight, list) else _placed(weight, dtype, device)
         )
-        return ops.pack_linear(placed, None if linear.bias is None else linear.bias.to(device), dtype)
+        return ops.pack_linear(placed, bias, dtype)
 
     return ops.DecoderLayer(
         input_norm=weights.input_norm.to(device),

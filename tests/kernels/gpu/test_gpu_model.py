@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from pagedray.kernels import ops
-from pagedray.kernels.gpu import launch, linear, sampling
+from pagedray.kernels.gpu import formats, launch, linear, sampling
+from pagedray.scheduler.errors import ConfigError
 from pagedray.scheduler.request import Request, SamplingParams
 from pagedray.workers.checkpoint.load import open_checkpoint
 from pagedray.workers.config import EngineConfig
@@ -68,6 +69,53 @@ def test_a_tiny_model_equals_transformers(triton_kernels, monkeypatch, tiny_llam
     prompts = [[3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37], [41, 43], [47]]
     outputs = generate(tmp_path, prompts, 5, num_kv_blocks=32, max_model_len=64, max_num_batched_tokens=8)
     assert outputs == [of_transformers(model, p, 5) for p in prompts]
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_a_tiny_model_in_8_bits_equals_its_oracle(triton_kernels, tiny_llama, tmp_path, format):
+    """transformers' model with each linear layer of its decoder replaced by the oracle of W8A8."""
+    shape = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    model = tiny_llama(attention_bias=True, num_key_value_heads=1, initializer_range=0.3, **shape)
+    model.save_pretrained(tmp_path)
+    config = EngineConfig.from_kwargs(
+        model=str(tmp_path), dtype="float32", cpu_threads=1, num_kv_blocks=4, max_model_len=32, quantization=format
+    )
+    engine = Engine(config)
+    engine.add_request(Request("r", (3, 5, 7, 11), SamplingParams(temperature=0, max_tokens=2, seed=0, logprobs=1)))
+    outputs = [output for _ in range(2) for output in engine.step()]
+    tokens = [token for o in outputs for token in o.token_ids]
+    logprobs = [p.logprob for o in outputs for p in o.logprobs]
+
+    def expected():
+        with torch.inference_mode():
+            logits = model(torch.tensor([[3, 5, 7, 11, tokens[0]]])).logits[0, -2:]
+        best = logits.log_softmax(-1).max(-1)
+        return best.indices.tolist(), best.values.tolist()
+
+    _, plain = expected()
+    for layer in (model.model.layers[0].self_attn, model.model.layers[0].mlp):
+        for name, child in list(layer.named_children()):
+            if isinstance(child, torch.nn.Linear):
+                setattr(layer, name, Rounded(child, format))
+    assert (tokens, logprobs) == (expected()[0], pytest.approx(expected()[1], abs=2e-3))
+    assert plain != pytest.approx(logprobs, abs=2e-3), "rounding shows"
+
+
+class Rounded(torch.nn.Module):
+    def __init__(self, linear, format):
+        super().__init__()
+        self.weight, self.bias = formats.quantize(linear.weight.detach(), format), linear.bias
+
+    def forward(self, x):
+        return formats.quantized_linear(x.flatten(0, -2), self.weight, self.bias).unflatten(0, x.shape[:-1])
+
+
+def test_fp8_where_no_kernel_computes_in_it(tiny_llama, tmp_path):
+    tiny_llama().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="quantization is fp8, which the kernels for cpu do not compute in"):
+        generate(tmp_path, [[1]], 1, quantization="fp8")
+    with pytest.raises(ValueError, match="the kernels for cpu do not compute in int8"):
+        ops.quantize_linear(torch.ones(4, 32), None, "int8")
 
 
 @pytest.mark.slow
