@@ -1,7 +1,8 @@
 """Structured outputs: which tokens may come next, so that the whole text fits a JSON schema, a regex or a grammar.
 
 llguidance does the work: an Earley parser over the vocabulary that needs some 50 µs a token, one small wheel without
-torch, and limits on what a grammar may cost. A mask is computed while the model computes the step that needs it.
+torch, and limits on what a grammar may cost. A mask is computed while the model computes the step that needs it,
+by another thread if that gets a core.
 """
 
 import json
@@ -100,6 +101,7 @@ class GrammarMatcher:
             return self._mask()
 
         self._next: Future[np.ndarray] = thread.submit(start)
+        self._advance: Callable[[], np.ndarray] | None = None  # what `_next` does, where nothing goes before it
 
     def accept(self, token_id: int) -> None:
         """The token that was drawn; its successors are found in the background."""
@@ -108,11 +110,17 @@ class GrammarMatcher:
             self._matcher.consume_token(token_id)
             return self._mask()
 
+        self._advance = advance if self._next.done() else None
         self._next = self._thread.submit(advance)
 
     def forbidden(self, vocab_size: int) -> np.ndarray:
         """bool [vocab_size]: the tokens that may not come next. Of a complete text, all but its ends."""
-        allowed = self._next.result(_MASK_SECONDS)
+        if self._advance is not None and self._next.cancel():
+            # The thread has not come to it, because other processes have the cores: to do it here takes less time than
+            # to wait until they let it.
+            allowed = self._advance()
+        else:
+            allowed = self._next.result(_MASK_SECONDS)
         mask = np.ones(vocab_size, bool)
         mask[: len(allowed)] = allowed[:vocab_size] == 0
         return mask

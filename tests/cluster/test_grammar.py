@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -44,6 +45,22 @@ def test_a_matcher_follows_its_choices(compiler):
     assert allowed(matcher) == {"e"}
     matcher.accept(spell("e")[0])
     assert allowed(matcher) == {EOS, "<|eot|>"}  # complete: only its end, in either of the model's ways
+
+
+def test_a_mask_does_not_wait_for_a_thread_that_is_not_given_a_core(compiler):
+    matcher = compiler(StructuredOutputsParams(regex="(ab|cd)+e"), ())
+    assert allowed(matcher) == {"a", "c", "cd", "cde"}
+    go_on = threading.Event()
+    matcher._thread.submit(go_on.wait, 20)
+    for token, following in (("a", {"b"}), ("b", {"a", "c", "cd", "cde", "e"}), ("cde", {EOS, "<|eot|>"})):
+        matcher.accept(spell(token)[0])
+        assert allowed(matcher) == following
+    assert not go_on.is_set()
+    go_on.set()
+    other = compiler(StructuredOutputsParams(regex="(ab|cd)+e"), ())
+    other.accept(spell("a")[0])  # before its grammar was read, perhaps
+    other.accept(spell("b")[0])
+    assert allowed(other) == {"a", "c", "cd", "cde", "e"}
 
 
 def test_a_matcher_takes_up_what_was_generated_elsewhere(compiler):
