@@ -71,7 +71,7 @@ def wait_until(condition, seconds, what):
 
 def num_groups(server):
     lines = httpx.get(f"{server.url}/metrics", timeout=30).text.splitlines()
-    return sum(line.startswith("pagedray:num_requests_running{") for line in lines)
+    return sum(line.startswith("pagedray_num_requests_running{") for line in lines)
 
 
 def kill(server, role):
@@ -82,19 +82,19 @@ def kill(server, role):
 
 
 def moved(server):
-    return server.metric("pagedray:request_moved_total")
+    return server.metric("pagedray_request_moved_total")
 
 
 def test_a_prompt_is_computed_by_one_group_and_its_answer_by_the_other(server):
     assert num_groups(server) == 2
     text = ask(server, PROMPT, LONG)
     assert moved(server) == 1
-    fetched = [server.metric(f"pagedray:kv_fetch{name}_total") for name in ("es", "_blocks")]
+    fetched = [server.metric(f"pagedray_kv_fetch{name}_total") for name in ("es", "_blocks")]
     assert fetched == [1, 600 // 16]
     assert ask(server, PROMPT[:40])
     assert ask(server, PROMPT, LONG) == text, "with all of it cached, at the decode group"
     assert moved(server) == 1, "what is short, or known, is not worth it"
-    assert server.metric("pagedray:request_resumed_total") == 0
+    assert server.metric("pagedray_request_resumed_total") == 0
     server.wait_idle(10)
 
 
@@ -107,7 +107,7 @@ def test_when_either_dies_the_other_goes_on_and_does_both(server):
     wait_until(lambda: moved(server) > before, 60, "moved")
     kill(server, "decode")
     text = stream.text()
-    assert server.metric("pagedray:request_resumed_total") == 1
+    assert server.metric("pagedray_request_resumed_total") == 1
     wait_until(lambda: num_groups(server) == 2, 90, "the decode group is back")
     kill(server, "prefill")
     assert ask(server, prompts[0], LONG) == text, "whoever computes it"
