@@ -12,6 +12,7 @@ the same decisions.
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from .autoscaling import Demand, DemandMeter
 from .cost_model import CostModel
 from .errors import DeadlineUnmeetable, EngineDead, Overloaded, PagedRayError
 from .fairness import FairQueue, Key
@@ -99,9 +100,27 @@ class _Pool:
 
     queue: FairQueue[_Entry]
     placement: Placement
+    meter: DemandMeter = field(default_factory=DemandMeter)
+    failure: str | None = None  # why no group of this model can start
+    num_failed: int = 0  # starts in a row
     queued_seconds: float = 0.0  # of prefill that waits
     in_flight: dict[str, tuple[int, float]] = field(default_factory=dict)  # tenant → requests at groups, weight
     service: dict[str, _Service] = field(default_factory=dict)  # by tenant
+
+    def usual_seconds(self, entry: _Entry) -> float:
+        """Of prefill, for a request that came when there was no group to reckon with."""
+        return self.placement.usual_cost.prefill_seconds(entry.request.num_tokens, 0)
+
+    def overdue(self, entry: _Entry, now: float, max_queue: float, max_wake: float) -> str | None:
+        """Why a request has waited too long, if it has."""
+        longest = max(max_queue, max_wake)
+        if not self.placement.num_open:
+            if entry.queued >= now - longest:
+                return None
+            return f"no worker group of {entry.request.model!r} was there within {longest:g} s"
+        if max(entry.queued, self.meter.first_at) >= now - max_queue and entry.queued >= now - longest - max_queue:
+            return None
+        return f"no worker group could take the request within {max_queue:g} s"
 
     @property
     def wait(self) -> float:
@@ -199,6 +218,8 @@ class Dispatcher:
         bit = self.index.add_holder(group_id)
         group = Group(group_id, model, capacity, bit, cost or pool.placement.usual_cost, now, now, num_received)
         self._groups[group_id] = pool
+        pool.failure, pool.num_failed = None, 0
+        pool.meter.joined(now, first=not pool.placement.num_open)
         pool.placement.add(group, now)
         pool.fit_quantum(self.options)
         elsewhere = []
@@ -277,6 +298,8 @@ class Dispatcher:
         tenant = self.quotas.directory.get(request.tenant)
         tenant.check_model(request.model)
         pool = self._pool(request.model)
+        if pool.failure is not None and not pool.placement.num_open:
+            raise _cannot_start(request.model, pool.failure)
         resumed = request.attempt > 0
         if not resumed and len(pool.queue) >= self.max_queued_requests:
             message = f"{len(pool.queue)} requests wait for {request.model!r} already; try again later"
@@ -291,6 +314,7 @@ class Dispatcher:
         self._entries[request.request_id] = entry
         pool.queue.push(tenant.name, tenant.weight, entry.key, entry, PRIORITY_CLASSES[tenant.priority_class])
         pool.queued_seconds += entry.seconds
+        pool.meter.came(entry.seconds or pool.usual_seconds(entry), now)
 
     def _entry(self, request: Request, tenant: Tenant, now: float) -> _Entry:
         self._num_submitted += 1
@@ -335,6 +359,8 @@ class Dispatcher:
         if entry is None:
             return None
         self.quotas.ended(entry.tenant, was_queued=entry.group_id is None)
+        meter = self._pools[entry.request.model].meter
+        meter.busy_at = max(now, meter.busy_at or now)
         if entry.group_id is None:
             self._dequeue(entry)
         else:
@@ -348,17 +374,22 @@ class Dispatcher:
         entry = self._entries.get(request_id)
         return entry.group_id if entry else None
 
-    def expire(self, now: float, max_queue_seconds: float) -> list[tuple[str, PagedRayError]]:
-        """Drop requests that have waited this long, or can no longer meet their deadline. Returns them and why."""
+    def expire(
+        self, now: float, max_queue_seconds: float, max_wake_seconds: float = 0.0
+    ) -> list[tuple[str, PagedRayError]]:
+        """Drop requests that have waited this long, or can no longer meet their deadline. Returns them and why.
+
+        For a model without a group they wait `max_wake_seconds`, if that is longer, and the other bound holds anew from
+        when a group has come.
+        """
         expired: list[tuple[str, PagedRayError]] = []
         for pool in self._pools.values():
             for entry in pool.queue.items():
                 if entry.deadline < now + entry.seconds:
                     waited = now - entry.arrived + entry.seconds
                     expired.append((entry.request.request_id, _too_late(waited, entry.request.ttft_target or 0.0)))
-                elif entry.queued < now - max_queue_seconds:
-                    error = EngineDead(f"no worker group could take the request within {max_queue_seconds:g} s")
-                    expired.append((entry.request.request_id, error))
+                elif (reason := pool.overdue(entry, now, max_queue_seconds, max_wake_seconds)) is not None:
+                    expired.append((entry.request.request_id, EngineDead(reason)))
         for request_id, _ in expired:
             self.cancel(request_id, now)
         return expired
@@ -419,6 +450,9 @@ class Dispatcher:
         service.cached += choice.num_cached
         service.queue.observe(now - entry.queued)
         pool.placement.place(entry.request.request_id, choice, match, entry.key, now, urgent)
+        if entry.request.attempt == 0:
+            waited = now - entry.arrived
+            pool.meter.placed(entry.arrived, waited + choice.start + choice.delay, waited + choice.first_token, now)
 
     def _refuse(self, entry: _Entry, choice: Choice, now: float) -> None:
         self.cancel(entry.request.request_id, now)
@@ -432,6 +466,61 @@ class Dispatcher:
         return refused
 
     # -- watching -----------------------------------------------------------------------------------------------------
+
+    def demand(self, model: str, now: float) -> Demand:
+        """What a model is asked for, and what it has: what says how many groups it should have."""
+        pool = self._pool(model)
+        groups, meter = pool.placement.groups.values(), pool.meter
+        staying = [g.capacity for g in groups if not g.draining]
+        waiting = pool.queue.items()
+        if meter.busy_at is None or waiting or any(g.requests for g in groups):
+            meter.busy_at = now
+        ttft, wait = meter.lateness(now)
+        output = pool.placement.mean_output
+        wanted = sum(e.request.num_tokens + min(e.request.sampling.max_tokens or output, output) for e in waiting)
+        backlog = pool.queued_seconds + sum(pool.usual_seconds(e) for e in waiting if not e.seconds)
+        return Demand(
+            num_groups=len(staying),
+            num_queued=len(waiting),
+            num_running=sum(len(g.requests) for g in groups),
+            work_rate=meter.work_rate(now),
+            backlog_seconds=backlog + sum(max(0.0, g.free_at - now) for g in groups),
+            kv_tokens=wanted + sum(g.kv_tokens for g in groups),
+            kv_tokens_per_group=min((c.kv_tokens for c in staying), default=float("inf")),
+            seqs_per_group=min((c.max_num_seqs for c in staying), default=float("inf")),
+            ttft=ttft,
+            wait=wait,
+            idle_seconds=now - meter.busy_at,
+        )
+
+    def fail_model(
+        self, model: str, reason: str, final: bool = True, num_tries: int = 1
+    ) -> list[tuple[str, PagedRayError]]:
+        """A group of a model could not start. Returns the requests that waited for one and shall wait no longer.
+
+        That is so where the reason is `final`, which trying again would not change, or where the model has never
+        served and has failed `num_tries` times, after which nobody tries again. Others are refused at once then, until
+        a group comes after all. A model that has groups keeps its requests.
+        """
+        pool = self._pool(model)
+        pool.num_failed += 1
+        given_up = final or (not pool.meter.has_served and pool.num_failed >= num_tries)
+        if pool.placement.num_open or not given_up:
+            return []
+        pool.failure = reason
+        failed = [e.request.request_id for e in pool.queue.items()]
+        for request_id in failed:
+            self.cancel(request_id)
+        return [(request_id, _cannot_start(model, reason)) for request_id in failed]
+
+    def mend_model(self, model: str) -> None:
+        """It may be able to start again."""
+        pool = self._pool(model)
+        pool.failure, pool.num_failed = None, 0
+
+    def failures(self) -> dict[str, str]:
+        """Models that cannot start, and why."""
+        return {model: pool.failure for model, pool in self._pools.items() if pool.failure is not None}
 
     def num_fetches(self) -> dict[str, tuple[int, int]]:
         """By model: how often fetching from a store was chosen, and how often computing was cheaper."""
@@ -507,6 +596,10 @@ def _as_sent(entry: _Entry, urgent: bool, choice: Choice) -> Request:
     if priority == entry.request.priority and choice.source is None and not choice.hand_over:
         return entry.request
     return replace(entry.request, priority=priority, kv_source=choice.source, hand_over=choice.hand_over)
+
+
+def _cannot_start(model: str, reason: str) -> EngineDead:
+    return EngineDead(f"no worker group of {model!r} can start: {reason}")
 
 
 def _too_late(seconds: float, target: float) -> DeadlineUnmeetable:
