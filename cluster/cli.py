@@ -152,6 +152,9 @@ def _parser() -> _Parser:
         serve.add_argument("--" + key.replace("_", "-"), choices=names, help="how to read the model's text")
     serve.add_argument("--enable-auto-tool-choice", action="store_true", help="always so; vLLM needs it")
     serve.add_argument("--start-timeout", type=float, default=600.0, metavar="S", help="seconds until it must answer")
+    serve.add_argument(
+        "--grace-period", type=float, default=20.0, metavar="S", help="seconds for requests that run at SIGTERM"
+    )
     _add_engine_flags(serve)
 
     generate = command(commands, "generate", _generate, "complete prompts in this process, without Ray")
@@ -353,6 +356,7 @@ def _serve(args: argparse.Namespace) -> int:
         port=args.port if args.port is not None else http.get("port", 8000),
         ray_address=args.ray_address,
         start_timeout=args.start_timeout,
+        grace_period=args.grace_period,
     )
     local_server.serve(arguments, options)
     return 0

@@ -5,8 +5,11 @@
         role: mixed                                   # or two entries of one model_id, prefill and decode
         engine_kwargs: {max_model_len: 2048}          # vLLM's names, see workers.config.EngineConfig
         deployment_config: {num_replicas: 2}          # Ray Serve's deployment options
+      # or as many as the load needs, see scheduler.autoscaling; with min_replicas 0 the model sleeps when it is idle:
+      # deployment_config: {autoscaling_config: {min_replicas: 0, max_replicas: 4, policy: {policy_kwargs:
+      #   {ttft_target: 2.0, utilization: 0.7, kv_utilization: 0.8, tolerance: 0.1}}}}
     ingress: {num_replicas: 1}                        # Ray Serve's deployment options
-    scheduler: {max_queued_requests: 1024}
+    scheduler: {max_queued_requests: 1024, max_wake_seconds: 300}
     files: {path: /var/lib/pagedray}                  # of /v1/files and /v1/batches, there with it
     observability: {vllm_metric_names: true}          # see docs/observability.md
     tenants:                                          # without any, everybody may do everything
@@ -28,6 +31,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from ..scheduler.autoscaling import ScalingOptions
 from ..scheduler.errors import ConfigError
 from ..scheduler.names import nearest
 from ..scheduler.roles import ROLES
@@ -39,6 +43,8 @@ from .text.reasoning import READERS
 logger = logging.getLogger(__name__)
 
 IMPORT_PATH = "pagedray.cluster.app:build"
+_AUTO_REPLICAS = 100  # what Serve takes `num_replicas: auto` for
+SCALING_POLICY = "pagedray.cluster.autoscaling:GroupScaling"
 _IMPORT_PATHS = (IMPORT_PATH, "ray.serve.llm:build_openai_app", "ray.serve.llm:build_pd_openai_app")
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "mixed"}  # where none is said
 
@@ -55,6 +61,12 @@ class ModelDeployment:
     reasoning_parser: str | None = None
     role: str = "mixed"  # of its groups: "prefill", "decode"; several deployments of a model differ in it
     where: str = field(default="", compare=False)  # its section, for messages
+    scaling: ScalingOptions | None = None  # None: a fixed number of groups, or by a policy that is not ours
+
+    @property
+    def may_sleep(self) -> bool:
+        """It has no group while nobody wants it."""
+        return self.deployment.get("autoscaling_config", {}).get("min_replicas", 1) == 0
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,7 @@ class SchedulerOptions:
 
     max_queued_requests: int = 1024  # requests of a model that wait for a group; over it: 429
     max_queue_seconds: float = 120.0  # how long one waits before it is given up: 503
+    max_wake_seconds: float = 300.0  # the same while its model has no group: one is loading, or is built anew
     migration_limit: int = 3  # worker groups that may be lost with a request before it is given up: 503
     scheduler_shards: int = 1  # actors among whom tenants and models are divided (docs/scheduling.md)
 
@@ -117,6 +130,9 @@ class ApplicationConfig:
                 ingress["num_replicas"] = replicas
         _share_hub_token(models, ingress)
         scheduler = _read(_Scheduler, root.scheduler, "scheduler")
+        if scheduler.scheduler_shards > 1 and any(model.scaling for model in models):
+            at = f"scheduler.scheduler_shards is {scheduler.scheduler_shards}"
+            raise ConfigError(f"{at}: with autoscaling_config there is one scheduler, which knows the whole load")
         listed = root.tenants
         if isinstance(listed, str):
             listed = _read(_TenantsFile, _load(Path(listed), "tenants"), listed).tenants
@@ -202,6 +218,7 @@ class _TenantsFile(_Section):
 class _Scheduler(_Section):
     max_queued_requests: int = Field(SchedulerOptions.max_queued_requests, ge=1)
     max_queue_seconds: float = Field(SchedulerOptions.max_queue_seconds, gt=0)
+    max_wake_seconds: float = Field(SchedulerOptions.max_wake_seconds, gt=0)
     migration_limit: int = Field(SchedulerOptions.migration_limit, ge=0)
     scheduler_shards: int = Field(SchedulerOptions.scheduler_shards, ge=1, le=64)
 
@@ -361,6 +378,34 @@ class _Autoscaling(_Section):
     policy: dict[str, Any] | None = None
 
 
+class _Policy(_Section):
+    policy_function: str | None = None
+    policy_kwargs: dict[str, Any] = {}
+
+
+class _ScalingKwargs(_Section):
+    """Of our own policy. Bounds and delays are Serve's: min_replicas, upscale_delay_s and so on."""
+
+    ttft_target: float = Field(ScalingOptions.ttft_target, gt=0)
+    utilization: float = Field(ScalingOptions.utilization, gt=0, le=1)
+    kv_utilization: float = Field(ScalingOptions.kv_utilization, gt=0, le=1)
+    tolerance: float = Field(ScalingOptions.tolerance, ge=0, lt=1)
+
+
+# Of Serve's autoscaling settings, those that our policy does not read.
+_BY_REQUESTS = (
+    "target_ongoing_requests",
+    "metrics_interval_s",
+    "look_back_period_s",
+    "smoothing_factor",
+    "upscale_smoothing_factor",
+    "downscale_smoothing_factor",
+    "upscaling_factor",
+    "downscaling_factor",
+    "aggregation_function",
+)
+
+
 class _DeploymentOptions(_Section):
     num_replicas: Any = None
     max_ongoing_requests: int | None = Field(None, ge=1)
@@ -368,6 +413,7 @@ class _DeploymentOptions(_Section):
     ray_actor_options: dict[str, Any] | None = None
     max_replicas_per_node: int | None = Field(None, ge=1)
     max_constructor_retry_count: int | None = Field(None, ge=1)
+    max_surge_percent: int | None = Field(None, ge=0)
     health_check_period_s: float | None = Field(None, gt=0)
     health_check_timeout_s: float | None = Field(None, gt=0)
     graceful_shutdown_wait_loop_s: float | None = Field(None, ge=0)
@@ -502,7 +548,8 @@ def _model(section: _LLMConfig, path: str) -> ModelDeployment:
         variables = {**environment.get("env_vars", {}), "HF_TOKEN": token}
         deployment["ray_actor_options"] = {"num_cpus": 0, "runtime_env": {**environment, "env_vars": variables}}
     role = _role(section.role, engine, path)
-    return ModelDeployment(loading.model_id, engine, deployment, **reading, role=role, where=path)
+    scaling = _scaling(deployment, role, f"{path}.deployment_config.autoscaling_config")
+    return ModelDeployment(loading.model_id, engine, deployment, **reading, role=role, where=path, scaling=scaling)
 
 
 def _by_role(root: _Application) -> list[tuple[str, Any]]:
@@ -549,6 +596,34 @@ def _check_same(model: ModelDeployment, path: str, other: ModelDeployment, where
             raise ConfigError(f"{path}: {what}: groups of one model must have the same")
     if (model.tool_call_parser, model.reasoning_parser) != (other.tool_call_parser, other.reasoning_parser):
         raise ConfigError(f"{path} and {where} say different parsers for one model")
+
+
+def _scaling(deployment: dict[str, Any], role: str, path: str) -> ScalingOptions | None:
+    """How our policy scales a model's groups; None where nobody does, or another policy."""
+    config = deployment.get("autoscaling_config")
+    auto = deployment.get("num_replicas") == "auto"
+    if config is None and not auto:
+        return None
+    if role != "mixed":
+        logger.warning("%s: groups that only %s keep to min_replicas; only mixed ones are scaled", path, role)
+        return None
+    config = config or {}
+    policy = _read(_Policy, config.get("policy", {}), f"{path}.policy")
+    if policy.policy_function not in (None, SCALING_POLICY):
+        return None
+    kwargs = _read(_ScalingKwargs, policy.policy_kwargs, f"{path}.policy.policy_kwargs")
+    for key in _BY_REQUESTS:
+        if key in config:
+            logger.info("%s.%s changes nothing here: groups are scaled by prefill, KV and TTFT", path, key)
+    down = config.get("downscale_delay_s", ScalingOptions.downscale_delay)
+    return ScalingOptions(
+        min_groups=config.get("min_replicas", 1),
+        max_groups=config.get("max_replicas", _AUTO_REPLICAS if auto else 1),
+        upscale_delay=config.get("upscale_delay_s", ScalingOptions.upscale_delay),
+        downscale_delay=down,
+        idle_delay=config.get("downscale_to_zero_delay_s", down),
+        **kwargs.model_dump(),
+    )
 
 
 def _placement(section: _LLMConfig, actor: dict[str, Any], engine: EngineConfig, path: str) -> dict[str, Any]:

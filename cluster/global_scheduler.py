@@ -18,8 +18,9 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
+from ..scheduler.autoscaling import Demand
 from ..scheduler.dispatcher import Dispatcher, TenantStats
-from ..scheduler.errors import GroupLost, PagedRayError
+from ..scheduler.errors import EngineDead, GroupLost, PagedRayError
 from ..scheduler.kv_sources import FetchOutcome
 from ..scheduler.placement import GroupCapacity, GroupLoad
 from ..scheduler.prefix_index import BlockEvents
@@ -194,6 +195,8 @@ class ClusterStats:
     fetch_decisions: tuple[tuple[str, int, int], ...] = ()  # model, prefixes fetched, those computed all the same
     schedulers: tuple[SchedulerReport, ...] = ()  # one, or of each shard
     ingresses: tuple[IngressReport, ...] = ()
+    failures: tuple[tuple[str, str], ...] = ()  # models that cannot start, and why
+    leaving: bool = False  # the application is about to end
 
 
 def group_gone() -> GroupLost:
@@ -208,7 +211,9 @@ class GlobalScheduler:
         self.application = application
         self.shard = shard  # its number, where there are several
         self.epoch = uuid.uuid4().hex
-        self.max_queue_seconds = SchedulerOptions().max_queue_seconds
+        self.options = SchedulerOptions()
+        self.leaving_at: float | None = None  # when new requests are refused, because the application ends
+        self.wanted: dict[str, asyncio.Event] = {}  # models that sleep, and who waits to hear that one is wanted
         self.dispatcher = Dispatcher()
         self.tenants: tuple[Tenant, ...] = ()
         self.groups: dict[str, GroupInfo] = {}
@@ -252,7 +257,7 @@ class GlobalScheduler:
             self.tenants = tenants
             self.dispatcher.quotas.replace(TenantDirectory(tenants))
         self.dispatcher.max_queued_requests = options.max_queued_requests
-        self.max_queue_seconds = options.max_queue_seconds
+        self.options = options
 
     async def submit(self, ingress_id: str, requests: Sequence[Request], seen: tuple[str, int]) -> Assignments:
         """Queue requests; answer with what could be decided at once. The rest comes by `assignments`.
@@ -263,8 +268,12 @@ class GlobalScheduler:
         now = time.monotonic()  # one for all of it: what was looked up to admit a request serves to place it
         for request in requests:
             try:
+                if self.leaving_at is not None and now > self.leaving_at and not request.attempt:
+                    raise EngineDead("the server is shutting down; send the request again")
                 self.dispatcher.submit(request, now)
                 self.ingress_of[request.request_id] = ingress_id
+                if waiter := self.wanted.pop(request.model, None):
+                    waiter.set()
                 if request.traceparent:
                     self.traced.setdefault(request.request_id, (request.traceparent, now_ns()))
             except PagedRayError as error:
@@ -338,6 +347,8 @@ class GlobalScheduler:
             decisions,
             (self._own_report(groups, decisions),),
             tuple(report for _, report in self.ingresses.values()) if with_ingresses else (),
+            failures=tuple(self.dispatcher.failures().items()),
+            leaving=self.leaving_at is not None,
         )
 
     def _own_report(
@@ -351,6 +362,41 @@ class GlobalScheduler:
             tuple((model, reason, count) for (model, reason), count in self.groups_lost.items()),
             decisions,
         )
+
+    # -- what scales and ends the application -------------------------------------------------------------------------
+
+    async def demand(self, model: str, fresh: bool = False) -> Demand:
+        """What a model is asked for. Where it has no group and nobody waits for one, wait a while for somebody.
+
+        `fresh`: the model was just deployed, so what kept it from starting may be mended.
+        """
+        if fresh:
+            self.dispatcher.mend_model(model)
+        demand = self.dispatcher.demand(model, time.monotonic())
+        if not fresh and not demand.num_groups and not demand.num_queued:
+            waiter = self.wanted.setdefault(model, asyncio.Event())
+            try:
+                await asyncio.wait_for(waiter.wait(), _POLL_SECONDS)
+            except TimeoutError:
+                pass
+            demand = self.dispatcher.demand(model, time.monotonic())
+        return demand
+
+    async def fail_model(self, model: str, reason: str, final: bool, num_tries: int) -> None:
+        """A group could not start; see `Dispatcher.fail_model`."""
+        logger.error("a group of %s could not start: %s", model, reason)
+        for request_id, error in self.dispatcher.fail_model(model, reason, final, num_tries):
+            self._refuse(request_id, error)
+
+    async def leave(self, notice_seconds: float) -> None:
+        """The application is about to end: its readiness is false from now on, and after `notice_seconds`, which
+        whoever balances load has to notice it, new requests are refused. Those that are here go on."""
+        if self.leaving_at is None:
+            self.leaving_at = time.monotonic() + notice_seconds
+
+    async def num_unfinished(self) -> int:
+        """Requests that wait or run."""
+        return len(self.ingress_of)
 
     # -- what groups call ---------------------------------------------------------------------------------------------
 
@@ -501,7 +547,9 @@ class GlobalScheduler:
                 del self.last_asked[ingress_id]
                 self.news.pop(ingress_id, None)
             self.ingresses = {i: known for i, known in self.ingresses.items() if now - known[0] <= SILENCE_SECONDS}
-            for request_id, error in self.dispatcher.expire(now, self.max_queue_seconds):
+            for request_id, error in self.dispatcher.expire(
+                now, self.options.max_queue_seconds, self.options.max_wake_seconds
+            ):
                 self._refuse(request_id, error)
 
     def _refuse(self, request_id: str, error: PagedRayError) -> None:
@@ -560,11 +608,20 @@ def connect_all(application: str, num_shards: int) -> list[ActorHandle]:
     return [connect(application, shard) for shard in range(num_shards)]
 
 
+def find(application: str, shard: int = 0) -> ActorHandle:
+    """The application's global scheduler, for who has no use for one that nobody else needs. `ValueError`: none."""
+    return ray.get_actor(_name(application, shard), namespace=NAMESPACE)
+
+
+def _name(application: str, shard: int) -> str:
+    return f"{application}:global_scheduler{f':{shard}' if shard else ''}"
+
+
 def connect(application: str, shard: int = 0) -> ActorHandle:
     """The application's global scheduler, started by whoever asks first. The handle stays good across its restarts."""
     actor: Any = ray.remote(GlobalScheduler)
     return actor.options(
-        name=f"{application}:global_scheduler{f':{shard}' if shard else ''}",
+        name=_name(application, shard),
         namespace=NAMESPACE,
         lifetime="detached",
         get_if_exists=True,

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from ..scheduler.errors import ConfigError, EngineDead
 from .connections import Connection, ConnectionLimits, sweep
 
-_DRAIN_SECONDS = 15  # for open streams when the ingress is taken away; Serve kills it after 20
+DRAIN_SECONDS = 55  # for open streams when the ingress is taken away; then Serve kills it
 _BACKLOG = 2048
 
 
@@ -38,7 +38,7 @@ class HttpServer:
             log_config=None,
             server_header=False,
             timeout_keep_alive=int(limits.idle),
-            timeout_graceful_shutdown=_DRAIN_SECONDS,
+            timeout_graceful_shutdown=DRAIN_SECONDS,
             limit_concurrency=limits.total,
         )
         self._server = uvicorn.Server(config)
@@ -53,7 +53,7 @@ class HttpServer:
     async def close(self) -> None:
         """Take no new connection, and wait a while for the streams that are open."""
         self._server.should_exit = True
-        await asyncio.wait([self._task], timeout=_DRAIN_SECONDS + 1)
+        await asyncio.wait([self._task], timeout=DRAIN_SECONDS + 1)
         self._sweeper.cancel()
 
 

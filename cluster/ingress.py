@@ -45,6 +45,7 @@ from .tracing import make_tracing
 logger = logging.getLogger(__name__)
 
 _REFRESH_SECONDS = 2.0
+_RELOAD_SECONDS = 60.0  # until a model that could not be read, perhaps because the hub was away, is tried again
 _PROBE_SECONDS = 3.0  # /health and /metrics answer in about this time, whatever has died
 
 
@@ -118,6 +119,7 @@ class Ingress:
         self.cluster = ClusterStats({}, ())
         self.block_sizes: dict[str, int] = {}  # by model, as their groups have it
         self.models: dict[str, ServedModel] = {}
+        self.unreadable: dict[str, str] = {}  # models whose tokenizer or config cannot be read, and why
         self.models = await self._load_all(config.models)
         self.arriving: set[str] = set()  # models that came while this ran, and have not been up yet
         self.resuming = ResumingEngine(
@@ -149,6 +151,7 @@ class Ingress:
         self.arriving |= loaded.keys() - self.models.keys()
         models = self.models | loaded
         self.models = {m.model_id: models[m.model_id] for m in config.models if m.model_id in models}
+        self.unreadable = {m.model_id: why for m in config.models if (why := self.unreadable.get(m.model_id))}
         self.arriving &= self.models.keys()
         self.tenants.replace(config.tenants)
         self.resuming.migration_limit = config.scheduler.migration_limit
@@ -160,13 +163,16 @@ class Ingress:
 
     async def _load_all(self, models: Sequence[ModelDeployment]) -> dict[str, ServedModel]:
         """Those whose tokenizers can be loaded. One that cannot must not take the others with it."""
+        self._loaded_at = time.monotonic()
         loaded: dict[str, ServedModel] = {}
         errors: list[Exception] = []
         for model in {m.model_id: m for m in models}.values():  # groups of different roles serve one
             try:
                 loaded[model.model_id] = await asyncio.to_thread(self._load, model)
+                self.unreadable.pop(model.model_id, None)
             except Exception as error:
                 logger.exception("%s is not served: its tokenizer cannot be loaded", model.model_id)
+                self.unreadable[model.model_id] = str(error)
                 errors.append(error)
         if errors and not loaded and not self.models:
             raise errors[0]
@@ -239,6 +245,9 @@ class Ingress:
             try:
                 await self.client.configure(self.config.scheduler, self.config.tenants, self.config.observability)
                 self._take(await self.client.stats(self._report()))
+                if self.unreadable and time.monotonic() - self._loaded_at > _RELOAD_SECONDS:
+                    missing = [m for m in self.config.models if m.model_id not in self.models]
+                    self.models |= await self._load_all(missing)
             except Exception:
                 logger.exception("the state of the cluster could not be read")
             await asyncio.sleep(_REFRESH_SECONDS)
@@ -255,16 +264,28 @@ class Ingress:
             if model is not None and model.max_model_len != length:
                 self.models[name] = replace(model, max_model_len=length)
 
-    async def _health(self) -> None:
-        """Raise where a model has no group that could answer now. One that was added later may still be loading."""
+    async def _health(self) -> dict[str, Any]:
+        """Raise where a model has no group that could answer now, or that comes when it is asked for.
+
+        One that was added later may still be loading. One that cannot start is told of; only where there is no other it
+        is as if nothing was there.
+        """
         try:
             self._take(await asyncio.wait_for(self.client.stats(), _PROBE_SECONDS))
         except TimeoutError:
             raise EngineDead(f"the global scheduler has not answered within {_PROBE_SECONDS:g} s") from None
+        if self.cluster.leaving:
+            raise EngineDead("the server is shutting down")
+        unreadable = {model: why for model, why in self.unreadable.items() if model not in self.models}
+        failures = unreadable | {model: why for model, why in self.cluster.failures if model in self.models}
         up = {group.model for group in self.cluster.groups if not group.draining}
-        missing = self.models.keys() - up - self.arriving
+        asleep = {m.model_id for m in self.config.models if m.may_sleep}
+        missing = self.models.keys() - up - self.arriving - failures.keys() - asleep
         if missing:
             raise EngineDead(f"no worker group of {', '.join(sorted(missing))} is up")
+        if len(failures) == len(self.config.models):
+            raise EngineDead(f"nothing can start: {'; '.join(f'{m}: {why}' for m, why in failures.items())}")
+        return {"failed": failures} if failures else {}
 
     def _report(self) -> IngressReport:
         """What this ingress has counted so far."""

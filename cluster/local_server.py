@@ -32,6 +32,8 @@ _LEAVE_SECONDS = 5.0  # for Ray's processes to end by themselves, before they ar
 _POLL_SECONDS = 0.25
 _READY_POLL_SECONDS = 0.05
 _CHECK_SECONDS = 1.0
+_NOTICE_SECONDS = 2.0  # between readiness that is false and the first request that is refused for it
+_LAST_BYTES_SECONDS = 0.3  # from the last token to the client
 _NUM_OTHER_ACTORS = 4  # without a CPU of their own: controller, ingress, worker group's replica, global scheduler
 
 
@@ -51,10 +53,13 @@ class ServerOptions:
     port: int = 8000  # 0: one that is free
     ray_address: str | None = None  # None: RAY_ADDRESS, else a cluster of our own
     start_timeout: float = 600.0  # seconds until the application answers
+    grace_period: float = 20.0  # seconds for requests that run at SIGTERM
 
 
 def serve(args: dict[str, Any], options: ServerOptions, build: Callable[..., Any] | None = None) -> None:
     """Serve the application that `args` describe until SIGINT or SIGTERM; must be called in the main thread.
+
+    SIGTERM lets requests that run end, for `grace_period` seconds; SIGINT breaks them off.
 
     Raises `ConfigError` for bad arguments or a port in use and `CheckpointError` for a local model that cannot be
     served, before anything starts, and `ServerFailed` with the failing deployment's own message. `build` takes the
@@ -88,6 +93,8 @@ class _Server:
         self.config, self.options, self.address, self.build = config, options, address, build
         self.names = ", ".join(dict.fromkeys(m.model_id for m in config.models))
         self.stop = threading.Event()
+        self.now = threading.Event()  # nothing is waited for any more
+        self.ready = False
         self.error: BaseException | None = None
         self.folder: str | None = None  # Ray's temporary one, where the cluster is ours
 
@@ -98,6 +105,8 @@ class _Server:
             kill_all(descendants())
             self._remove_folder()
             os._exit(130)
+        if signum == signal.SIGINT:
+            self.now.set()
         self.stop.set()
 
     def run(self) -> None:
@@ -105,6 +114,9 @@ class _Server:
         try:
             self._serve(folder)
         except _Stopped:
+            if self.ready and not self.now.is_set():
+                _say(f"finishing what runs, for {self.options.grace_period:g} s at most (once more to kill)")
+                _finish(self.options.grace_period, self.config.scheduler.scheduler_shards)
             _say("stopping (once more to kill)")
         except BaseException as error:
             self.error = error
@@ -138,6 +150,7 @@ class _Server:
         url = f"http://{host}:{self.options.port}"
         _wait_until_ready(self.options.start_timeout, self.stop, show_news, url if folder else None)
         self._next("ready")
+        self.ready = True
         print(f"\n{self.names} at {url}/v1\n\n{curl_line(url, self.config.models[0].model_id)}\n", flush=True)
         while not self.stop.wait(_CHECK_SECONDS):
             show_news()
@@ -326,6 +339,7 @@ def _wait_until_ready(timeout: float, stop: threading.Event, show_news: Callable
     from ray import serve
 
     deadline = time.monotonic() + timeout
+    told: set[str] = set()  # models that cannot start; others do not wait for them
     asked = 0.0  # when Serve was, which costs it and us some milliseconds of the cores that load the model
     while (now := time.monotonic()) < deadline:
         if stop.wait(_READY_POLL_SECONDS):
@@ -339,17 +353,33 @@ def _wait_until_ready(timeout: float, stop: threading.Event, show_news: Callable
         if application is None:
             continue
         messages = {name: d.message for name, d in application.deployments.items() if d.message}
-        for name, message in messages.items():
-            # ours are final: trying again, as Serve does, would give the same
-            if ours := re.search(r"pagedray\.scheduler\.errors\.(?!EngineDead)\w+: (.+)", message):
-                raise ServerFailed(f"{name}: {ours[1].strip()}")
-        if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+        failed = _failed(application)
+        groups = {name for name in application.deployments if name.startswith("WorkerGroup:")}
+        if failed and (failed.keys() - groups or failed.keys() >= groups):
+            raise ServerFailed("; ".join(f"{name}: {why}" for name, why in failed.items()))
+        for name in failed.keys() - told:
+            told.add(name)
+            _say(f"{name.removeprefix('WorkerGroup:')} cannot start, the other models can: {failed[name]}")
+        if application.status in ("DEPLOY_FAILED", "UNHEALTHY") and not failed:
             raise ServerFailed(_why(messages) or application.message)
-        if application.status == "RUNNING" and answers:
+        rest = [d.status for name, d in application.deployments.items() if name not in failed]
+        if answers and (application.status == "RUNNING" or (failed and all(s == "HEALTHY" for s in rest))):
             return
     raise ServerFailed(
         f"not ready after {timeout:.0f} s (--start-timeout). {_why(messages) or 'Nothing has failed yet.'}"
     )
+
+
+def _failed(application: Any) -> dict[str, str]:
+    """Deployments that will not come up, and why. Errors of ours are final: trying again would give the same."""
+    failed = {}
+    for name, deployment in application.deployments.items():
+        ours = re.search(r"pagedray\.scheduler\.errors\.(?!EngineDead)\w+: (.+)", deployment.message)
+        if ours and deployment.status != "HEALTHY":
+            failed[name] = ours[1].strip()
+        elif deployment.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            failed[name] = _why({name: deployment.message}).removeprefix(f"{name}: ")
+    return failed
 
 
 def _answers(url: str) -> bool:
@@ -399,6 +429,28 @@ def _follow(folder: Path) -> Callable[[], None]:
 
 
 # Down.
+
+
+def _finish(seconds: float, num_shards: int) -> None:
+    """Have the application say that it is not ready, and wait until what it was asked for is done, or time is up."""
+    import ray
+
+    from . import global_scheduler
+
+    began = time.monotonic()
+    notice = min(_NOTICE_SECONDS, seconds / 2)
+    try:
+        schedulers = [global_scheduler.find(APPLICATION, shard) for shard in range(num_shards)]
+        ray.get([s.leave.remote(notice) for s in schedulers], timeout=seconds)
+        time.sleep(notice)
+        while time.monotonic() < began + seconds:
+            if not any(ray.get([s.num_unfinished.remote() for s in schedulers], timeout=seconds)):
+                time.sleep(_LAST_BYTES_SECONDS)
+                return
+            time.sleep(_READY_POLL_SECONDS)
+        _say(f"not all was done after {seconds:g} s (--grace-period)")
+    except (ray.exceptions.RayError, ValueError) as error:
+        _say(f"nothing is waited for: {_one_line(error)}")
 
 
 def _shut_down(local: bool) -> None:

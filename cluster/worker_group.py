@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,10 @@ class Leader:
         application: str,
         observability: ObservabilityOptions,
         role: str = "mixed",
+        began: float | None = None,  # on the wall clock: when its replica did
     ):
+        self._laps = [("", time.time() if began is None else began)]  # what starting takes: until when, for what
+        self._lap("processes")
         self.application = application
         self.role = role
         self.clock = GroupClock(group_id, make_tracing("group", observability))
@@ -125,9 +129,19 @@ class Leader:
             )
         self.nodes = await asyncio.to_thread(self.places.nodes)
         await asyncio.gather(*[link.join() for link in self.links])
+        self._lap("joining")
+        self._say_what_it_took()
         for link in self.links:
             self._tasks.spawn(link.report_for_ever(self.group_id, lambda: self.stats, self.clock.times))
         self._tasks.spawn(self._look_after())
+
+    def _lap(self, name: str) -> None:
+        self._laps.append((name, time.time()))
+
+    def _say_what_it_took(self) -> None:
+        laps = zip(self._laps, self._laps[1:], strict=False)
+        parts = ", ".join(f"{name} {at - before:.1f}" for (_, before), (name, at) in laps)
+        _say(f"a group of {self.model} is up after {self._laps[-1][1] - self._laps[0][1]:.1f} s ({parts})")
 
     # -- what the scheduler and ingresses call ------------------------------------------------------------------------
 
@@ -221,6 +235,7 @@ class Leader:
             from ..workers.executor import make_executor
             from .text.grammar import GrammarCompiler
 
+            self._lap("imports")
             # Here and not elsewhere: how many threads an operation uses is a setting of the thread that calls it.
             host = ray.util.get_node_ip_address()  # the one that other nodes know, of a host with several
             progress = _show_progress(self.model)
@@ -229,8 +244,10 @@ class Leader:
             )
             shares_kv = self.config.kv_transfer_config.shares
             self.engine = Engine(self.config, grammar_backend=GrammarCompiler, executor=executor, shares_kv=shares_kv)
+            self._lap("weights")
             _say(f"warming up {self.model}")
             self.engine.warm_up()
+            self._lap("warm-up")
             self._count()  # a group that says nothing of its load is doubted
         except BaseException as error:
             self.loop.call_soon_threadsafe(self._loaded.set_exception, error)
@@ -478,13 +495,16 @@ class WorkerGroup:
         num_shards: int = 1,
         observability: ObservabilityOptions = ObservabilityOptions(),  # noqa: B008 - frozen
         role: str = "mixed",
+        num_tries: int = 1,
     ):
         """`drain_timeout`: seconds for its sequences to move when Serve takes it away.
 
-        `num_shards`: how many global schedulers there are.
+        `num_shards`: how many global schedulers there are. `num_tries`: after how many starts that fail Serve gives the
+        model up, if none has ever served.
         """
         from ray import serve  # a second to import, which the leader, whose class stands here too, need not wait for
 
+        began = time.time()
         context = serve.get_replica_context()
         self.group_id = f"{context.replica_id.unique_id}-{uuid.uuid4().hex[:8]}"
         self.schedulers = global_scheduler.connect_all(context.app_name, num_shards)
@@ -493,19 +513,25 @@ class WorkerGroup:
         places = RankPlaces.of(placement_group, config.tensor_parallel_size)
         actor: Any = ray.remote(Leader)
         self.leader = actor.options(**places.options(0), max_concurrency=10_000).remote(
-            self.group_id, model, config, self.schedulers, places, context.app_name, observability, role
+            self.group_id, model, config, self.schedulers, places, context.app_name, observability, role, began
         )
         self._leaving = False
         self.drain_timeout = drain_timeout
         try:
             ray.get(self.leader.load.remote(load_timeout), timeout=load_timeout + _LEAVE_SECONDS)
-        except ray.exceptions.RayTaskError as error:
+        except ray.exceptions.RayError as error:
             ray.kill(self.leader)
-            cause = error.cause if isinstance(error.cause, PagedRayError) else error
+            cause: Exception = error
+            if isinstance(error, ray.exceptions.GetTimeoutError):
+                cause = EngineDead(f"{model} was not loaded within {load_timeout:.0f} s")
+            elif isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, PagedRayError):
+                cause = error.cause
+            final = isinstance(cause, PagedRayError) and not isinstance(cause, EngineDead)
+            why = " ".join(str(cause).split())[-1000:]  # of what is no error of ours, the end says most
+            told = [scheduler.fail_model.remote(model, why, final, num_tries) for scheduler in self.schedulers]
+            with suppress(ray.exceptions.RayError):  # it is the cause that is to be raised
+                ray.get(told, timeout=CALL_TIMEOUT)
             raise cause from None
-        except ray.exceptions.GetTimeoutError:
-            ray.kill(self.leader)
-            raise EngineDead(f"{model} was not loaded within {load_timeout:.0f} s") from None
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def _watch(self) -> None:

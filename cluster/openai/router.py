@@ -46,8 +46,9 @@ def build_app(
     """The OpenAI-compatible API over `engine`.
 
     `models` is asked at each request, so models may come and go. `health` raises a `PagedRayError` where the service
-    could not answer now; `metrics` gives Prometheus's text format. Who calls is in `tenancy.current_tenant`; `limits`
-    gives what is left to a tenant. Without `batches` there are neither files nor batches.
+    could not answer now, and may return more to say; `metrics` gives Prometheus's text format. Who calls is in
+    `tenancy.current_tenant`; `limits` gives what is left to a tenant. Without `batches` there are neither files nor
+    batches.
 
     A request without `model` goes to the only model that is served. An error before the first token has its own HTTP
     status, in a stream too; one after it is a stream's last event.
@@ -90,8 +91,7 @@ def build_app(
     @app.get("/health")
     @app.get("/ready")
     async def check_health() -> Response:
-        await health()
-        return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "ok", **(await health() or {})})
 
     @app.get("/metrics")
     async def read_metrics() -> Response:

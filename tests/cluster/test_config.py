@@ -11,6 +11,7 @@ import pytest
 from pagedray.cluster import config as module
 from pagedray.cluster.config import ApplicationConfig, SchedulerOptions, read_config, read_config_file
 from pagedray.cluster.openai.file_store import FileOptions
+from pagedray.scheduler.autoscaling import ScalingOptions
 from pagedray.scheduler.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -74,6 +75,31 @@ def test_a_whole_config():
     assert args == before, "the arguments are only read"
 
 
+def test_groups_are_scaled_by_our_policy_unless_another_is_named():
+    def scaling(**deployment):
+        return ApplicationConfig.parse(one(deployment_config=deployment)).models[0].scaling
+
+    assert scaling() is None and scaling(num_replicas=2) is None
+    assert scaling(num_replicas="auto") == ScalingOptions(1, 100)
+    given = {
+        "min_replicas": 0,
+        "max_replicas": 4,
+        "upscale_delay_s": 1,
+        "downscale_delay_s": 60.0,
+        "target_ongoing_requests": 64,  # as in Ray's own examples
+        "policy": {"policy_kwargs": {"ttft_target": 0.5, "kv_utilization": 0.9}},
+    }
+    options = ScalingOptions(0, 4, 0.5, kv_utilization=0.9, upscale_delay=1, downscale_delay=60.0, idle_delay=60.0)
+    assert scaling(autoscaling_config=given) == options
+    assert scaling(autoscaling_config={**given, "downscale_to_zero_delay_s": 9}).idle_delay == 9
+    named = {"policy_function": "pagedray.cluster.autoscaling:GroupScaling"}
+    assert scaling(autoscaling_config={"max_replicas": 2, "policy": named}) == ScalingOptions(1, 2)
+    theirs = {"policy_function": "my.module:policy", "policy_kwargs": {"anything": 1}}
+    assert scaling(autoscaling_config={"max_replicas": 2, "policy": theirs}) is None
+    models = ApplicationConfig.parse(one(deployment_config={"autoscaling_config": given})).models
+    assert models[0].may_sleep and not ApplicationConfig.parse(one()).models[0].may_sleep
+
+
 def test_what_is_left_out_or_empty_has_its_default():
     config = ApplicationConfig.parse(
         {**one(engine_kwargs=None, deployment_config=None, lora_config=None), "ingress": None}
@@ -131,6 +157,18 @@ def test_what_is_left_out_or_empty_has_its_default():
             "deployment_config.num_replicas must be an integer of at least 1",
         ),
         (one(deployment_config={"user_config": {"a": 1}}), "deployment_config.user_config is not supported"),
+        (
+            one(deployment_config={"autoscaling_config": {"policy": {"policy_kwargs": {"ttft_targt": 1}}}}),
+            "autoscaling_config.policy.policy_kwargs.ttft_targt is not a setting; did you mean ttft_target?",
+        ),
+        (
+            one(deployment_config={"autoscaling_config": {"policy": {"policy_kwargs": {"utilization": 2.0}}}}),
+            "policy_kwargs.utilization must be less than or equal to 1, not 2.0",
+        ),
+        (
+            one(deployment_config={"autoscaling_config": {"policy": {"function": "x"}}}),
+            "autoscaling_config.policy.function is not a setting; did you mean policy_function?",
+        ),
         (one(deployment_config={"max_ongoing_requests": 0}), "max_ongoing_requests must be greater than or equal to 1"),
         (
             one(deployment_config={"autoscaling_config": {"min_replica": 1}}),

@@ -88,7 +88,7 @@ def ingress():
     ingress = Bare.__new__(Bare)
     ingress.config = ApplicationConfig.parse({"llm_configs": [section("a")]})
     ingress.models = {"a": load(ingress.config.models[0])}
-    ingress.arriving, ingress.client = set(), Client()
+    ingress.arriving, ingress.unreadable, ingress.client = set(), {}, Client()
     ingress.tenants, ingress.resuming = TenantDirectory(), SimpleNamespace(migration_limit=3)
     return ingress
 
@@ -118,10 +118,10 @@ def test_a_model_that_cannot_be_read_takes_no_other_with_it(ingress):
     first = ingress.models["a"]
     missing = {"model_loading_config": {"model_id": "m", "model_source": "org/missing"}}
     reconfigure(ingress, llm_configs=[section("a"), missing])
-    assert ingress.models == {"a": first}
+    assert ingress.models == {"a": first} and ingress.unreadable == {"m": "not there"}
     here = {"model_loading_config": {"model_id": "m", "model_source": "org/here"}}
     reconfigure(ingress, llm_configs=[section("a"), here])
-    assert ingress.models["m"].source == "org/here"
+    assert ingress.models["m"].source == "org/here" and not ingress.unreadable
     moved = {"model_loading_config": {"model_id": "a", "model_source": "org/other"}}
     reconfigure(ingress, llm_configs=[moved])
     assert ingress.models["a"].source == "org/other"
