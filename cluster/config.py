@@ -413,7 +413,6 @@ class _DeploymentOptions(_Section):
     ray_actor_options: dict[str, Any] | None = None
     max_replicas_per_node: int | None = Field(None, ge=1)
     max_constructor_retry_count: int | None = Field(None, ge=1)
-    max_surge_percent: int | None = Field(None, ge=0)
     health_check_period_s: float | None = Field(None, gt=0)
     health_check_timeout_s: float | None = Field(None, gt=0)
     graceful_shutdown_wait_loop_s: float | None = Field(None, ge=0)
