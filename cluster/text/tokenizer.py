@@ -182,8 +182,10 @@ def _plain_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if content is None and message["role"] != "assistant":  # which may only call tools
         raise InvalidRequest(f"{where}.content is required", f"{where}.content")
     plain["content"] = _plain_content(content, f"{where}.content")
-    if "tool_calls" in plain:
-        plain["tool_calls"] = [_plain_call(call, f"{where}.tool_calls") for call in plain["tool_calls"]]
+    if (calls := plain.get("tool_calls")) is not None:
+        if not isinstance(calls, list | tuple):
+            raise InvalidRequest(f"{where}.tool_calls must be an array", f"{where}.tool_calls")
+        plain["tool_calls"] = [_plain_call(call, f"{where}.tool_calls") for call in calls]
     return plain
 
 
@@ -211,7 +213,7 @@ def _plain_call(call: Any, where: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise InvalidRequest(f"{where}: arguments of {function['name']} are not JSON", where) from None
     return {**call, "function": {**function, "arguments": arguments}}
 

@@ -380,7 +380,7 @@ def test_running_streams_do_not_notice_the_scheduler_restart():
 def test_a_queue_without_a_group_is_given_up_after_a_while():
     async def test():
         cluster = Cluster()
-        cluster.scheduler.max_queue_seconds = 0.0
+        cluster.scheduler.options = SchedulerOptions(max_queue_seconds=0.0, max_wake_seconds=0.0)
         watch = asyncio.create_task(cluster.scheduler._watch_for_ever())
         with pytest.raises(EngineDead, match="no worker group"):
             await collect(cluster.client, request("r"))

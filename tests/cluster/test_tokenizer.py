@@ -370,6 +370,8 @@ def test_parts_are_joined_and_nothing_is_printed_as_python(chat):
             "part of type 'image_url'; this model takes text only",
         ),
         ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], "f are not JSON"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 9**5}}]}], "not JSON"),
+        ([{"role": "assistant", "content": "x", "tool_calls": 5}], "tool_calls must be an array"),
     ],
 )
 def test_messages_without_a_text_form_are_refused(chat, messages, message):
