@@ -15,7 +15,7 @@ from ..scheduler.request import Request, SequenceOutput
 from ..scheduler.tenants import RateLimits, Tenant
 from .channel import Channel, ChannelAddress, ChannelBroken
 from .config import ObservabilityOptions, SchedulerOptions
-from .global_scheduler import CALL_TIMEOUT, Assignments, ClusterStats, group_gone
+from .global_scheduler import CALL_TIMEOUT, Assignments, ClusterStats, group_gone, reconnect
 from .metrics.reports import IngressReport
 from .token_stream import StreamAddress, TokenFrame, read_frames
 
@@ -43,8 +43,9 @@ class ClusterClient:
     ingress has one connection of ours that brings the tokens of all its sequences.
     """
 
-    def __init__(self, scheduler: ActorHandle):
+    def __init__(self, scheduler: ActorHandle, application: str = "", shard: int = 0):
         self.scheduler = scheduler
+        self._place = application, shard
         self.ingress_id = uuid.uuid4().hex
         self._channel = Channel(self._find_channel)
         self._seen = ("", 0)  # the scheduler's epoch, and the number of its last news that came here
@@ -255,3 +256,4 @@ class ClusterClient:
                 if unanswered == 2:  # one call may be late on a busy machine
                     self._restart_scheduler()
                 await asyncio.sleep(0.2)
+                self.scheduler = await reconnect(self.scheduler, *self._place, error)

@@ -493,6 +493,8 @@ def _explain(error: Any, path: str) -> str:
         return f"{path} is missing"
     what = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     what = what.replace("String should have", "must have").replace("dictionary", "mapping")
+    if "api_keys" in error["loc"]:
+        return f"{path} {what}"  # a key is not for logs
     return f"{path} {what}, not {error['input']!r}"
 
 

@@ -229,7 +229,9 @@ class GlobalScheduler:
         self.wakers: dict[str, asyncio.Event] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._tasks = Tasks()
-        self.last_called = time.monotonic()
+        self.quiet_seconds = (
+            0.0  # without a call, and in which this process ran: one that was stopped was not forgotten
+        )
         self._tasks.spawn(self._watch_for_ever())
         self.times: dict[str, GroupTimes] = {}  # by group id
         self.groups_lost: dict[tuple[str, str], int] = {}  # by model and reason
@@ -320,7 +322,7 @@ class GlobalScheduler:
 
     async def stats(self, ingress: IngressReport | None = None, with_ingresses: bool = False) -> ClusterStats:
         """What there is. An ingress brings what it has counted itself, and may ask for what all of them have told."""
-        self.last_called = now = time.monotonic()
+        self.quiet_seconds, now = 0.0, time.monotonic()
         if ingress is not None:
             self.ingresses[ingress.ingress_id] = now, ingress
         groups = tuple(
@@ -428,7 +430,7 @@ class GlobalScheduler:
         self.reports[report.group_id] = report.stats
         if report.times is not None:
             self.times[report.group_id] = report.times
-        self.last_heard[report.group_id] = self.last_called = time.monotonic()
+        self.quiet_seconds, self.last_heard[report.group_id] = 0.0, time.monotonic()
         if not all([self.dispatcher.block_events(report.group_id, events) for events in report.blocks]):
             self._tasks.spawn(self._call_leader(report.group_id, "send_snapshot", None))
         for ended in report.fetches:
@@ -534,7 +536,8 @@ class GlobalScheduler:
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
             now = time.monotonic()
-            if now - self.last_called > FORGOTTEN_SECONDS:
+            self.quiet_seconds += _WATCH_SECONDS
+            if self.quiet_seconds > FORGOTTEN_SECONDS:
                 self._leave()
             for group_id in [g for g, heard in self.last_heard.items() if now - heard > SILENCE_SECONDS]:
                 logger.warning("group %s has been silent for %.0f s", group_id, SILENCE_SECONDS)
@@ -615,6 +618,14 @@ def find(application: str, shard: int = 0) -> ActorHandle:
 
 def _name(application: str, shard: int) -> str:
     return f"{application}:global_scheduler{f':{shard}' if shard else ''}"
+
+
+async def reconnect(scheduler: ActorHandle, application: str, shard: int, error: Exception) -> ActorHandle:
+    """The handle to go on with after `error`. A scheduler that took itself for forgotten, because its callers were held
+    up, has ended for good: then there is another of its name, or one is started."""
+    if application and isinstance(error, ray.exceptions.ActorDiedError):
+        return await asyncio.to_thread(connect, application, shard)  # the same one where it only restarts
+    return scheduler
 
 
 def connect(application: str, shard: int = 0) -> ActorHandle:

@@ -112,10 +112,9 @@ class Ingress:
         self.metrics = RequestMetrics(self.tracing)
         self.node_id = ray.get_runtime_context().get_node_id()
         self.tenants = TenantDirectory(config.tenants)
-        schedulers = global_scheduler.connect_all(
-            serve.get_replica_context().app_name, config.scheduler.scheduler_shards
-        )
-        self.client = ShardedClient(schedulers, self.tenants)
+        application = serve.get_replica_context().app_name
+        schedulers = global_scheduler.connect_all(application, config.scheduler.scheduler_shards)
+        self.client = ShardedClient(schedulers, self.tenants, application)
         self.cluster = ClusterStats({}, ())
         self.block_sizes: dict[str, int] = {}  # by model, as their groups have it
         self.models: dict[str, ServedModel] = {}

@@ -15,7 +15,7 @@ from ..scheduler.kv_sources import FetchOutcome
 from ..scheduler.placement import GroupLoad
 from ..scheduler.prefix_index import BlockEvents
 from ..scheduler.step import SchedulerStats
-from .global_scheduler import CALL_TIMEOUT, GroupInfo, GroupReport
+from .global_scheduler import CALL_TIMEOUT, GroupInfo, GroupReport, reconnect
 from .metrics.reports import GroupTimes
 
 logger = logging.getLogger(__name__)
@@ -30,8 +30,15 @@ class SchedulerLink:
     `blocks`, `served` and `load` come from the engine's thread, all else from the event loop.
     """
 
-    def __init__(self, scheduler: ActorHandle, introduce: "Callable[[SchedulerLink], GroupInfo]"):
+    def __init__(
+        self,
+        scheduler: ActorHandle,
+        introduce: "Callable[[SchedulerLink], GroupInfo]",
+        application: str = "",
+        shard: int = 0,
+    ):
         self.scheduler = scheduler
+        self._place = application, shard
         self.introduce = introduce
         self.request_ids: set[str] = set()  # that it sent, and that have not ended
         self.num_received = 0  # requests that it ever sent
@@ -98,6 +105,7 @@ class SchedulerLink:
                 self.finished = finished + self.finished
                 logger.warning("group %s cannot reach the global scheduler: %r", group_id, error)
                 await asyncio.sleep(_REPORT_SECONDS)
+                self.scheduler = await reconnect(self.scheduler, *self._place, error)
 
 
 def _drain(items: deque[_T]) -> tuple[_T, ...]:

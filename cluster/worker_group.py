@@ -87,7 +87,7 @@ class Leader:
         self.group_id = group_id
         self.model = model
         self.config = config
-        self.links = [SchedulerLink(s, self._introduction) for s in schedulers]
+        self.links = [SchedulerLink(s, self._introduction, application, shard) for shard, s in enumerate(schedulers)]
         self.places = places
         self.requests: dict[str, tuple[str, Request]] = {}  # request id -> ingress id, request; unfinished ones
         self._tokens_made: dict[str, int] = {}  # by tenant, since they were last counted
@@ -507,13 +507,13 @@ class WorkerGroup:
         began = time.time()
         context = serve.get_replica_context()
         self.group_id = f"{context.replica_id.unique_id}-{uuid.uuid4().hex[:8]}"
-        self.schedulers = global_scheduler.connect_all(context.app_name, num_shards)
+        self.application, self.num_shards = context.app_name, num_shards
         placement_group = ray.util.get_current_placement_group()
         assert placement_group is not None, "the application gives every group one"
         places = RankPlaces.of(placement_group, config.tensor_parallel_size)
         actor: Any = ray.remote(Leader)
         self.leader = actor.options(**places.options(0), max_concurrency=10_000).remote(
-            self.group_id, model, config, self.schedulers, places, context.app_name, observability, role, began
+            self.group_id, model, config, self._schedulers(), places, context.app_name, observability, role, began
         )
         self._leaving = False
         self.drain_timeout = drain_timeout
@@ -528,7 +528,7 @@ class WorkerGroup:
                 cause = error.cause
             final = isinstance(cause, PagedRayError) and not isinstance(cause, EngineDead)
             why = " ".join(str(cause).split())[-1000:]  # of what is no error of ours, the end says most
-            told = [scheduler.fail_model.remote(model, why, final, num_tries) for scheduler in self.schedulers]
+            told = [scheduler.fail_model.remote(model, why, final, num_tries) for scheduler in self._schedulers()]
             with suppress(ray.exceptions.RayError):  # it is the cause that is to be raised
                 ray.get(told, timeout=CALL_TIMEOUT)
             raise cause from None
@@ -546,7 +546,7 @@ class WorkerGroup:
         logger.error("group %s is lost and will be built anew: %s", self.group_id, why)
         try:
             ray.kill(self.leader)  # stopped or cut off, it must not come back
-            ray.get([s.remove_group.remote(self.group_id, "lost") for s in self.schedulers], timeout=CALL_TIMEOUT)
+            ray.get([s.remove_group.remote(self.group_id, "lost") for s in self._schedulers()], timeout=CALL_TIMEOUT)
         finally:
             ray.kill(ray.get_runtime_context().current_actor)
 
@@ -571,5 +571,10 @@ class WorkerGroup:
             await asyncio.wait_for(self.leader.drain.remote(seconds), seconds + CALL_TIMEOUT)
 
     async def _tell_schedulers(self, method: str) -> list[Any]:
-        calls = [getattr(s, method).remote(self.group_id) for s in self.schedulers]
+        schedulers = await asyncio.to_thread(self._schedulers)
+        calls = [getattr(s, method).remote(self.group_id) for s in schedulers]
         return await asyncio.wait_for(asyncio.gather(*calls), CALL_TIMEOUT)
+
+    def _schedulers(self) -> list[ActorHandle]:
+        """As they are now: one that was forgotten, while all of its callers were held up, has another in its place."""
+        return global_scheduler.connect_all(self.application, self.num_shards)

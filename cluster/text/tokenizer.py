@@ -69,7 +69,8 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"text holds a lone surrogate at character {error.start}: not valid Unicode") from None
-        ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # `encode` would hold the GIL throughout, and so stop everybody's streams while a long text is read.
+        ids = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         if add_special_tokens and self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2:
             del ids[0]
         return ids

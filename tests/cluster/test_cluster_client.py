@@ -1,13 +1,14 @@
 """The ingress's side of the wire against actors that live in this process, and can die."""
 
 import asyncio
+import time
 from dataclasses import replace
 
 import pytest
 import ray
 import uvloop
 
-from pagedray.cluster import cluster_client
+from pagedray.cluster import cluster_client, global_scheduler
 from pagedray.cluster.channel import ChannelServer
 from pagedray.cluster.cluster_client import ClusterClient
 from pagedray.cluster.config import SchedulerOptions
@@ -340,6 +341,40 @@ def test_a_scheduler_that_hangs_is_started_anew(monkeypatch):
         await until(lambda: cluster.scheduler is not hangs)
         await cluster.add_group(FakeLeader())
         assert await answer == [3, 2, 1]
+
+    run(test)
+
+
+def test_a_scheduler_that_has_ended_for_good_has_another_in_its_place(monkeypatch):
+    async def test():
+        cluster = Cluster()
+        cluster.client = ClusterClient(Handle(cluster.scheduler), "app", 3)
+        cluster.client.scheduler.kill()
+        cluster.scheduler = cluster.new_scheduler()
+        found = {("app", 3): Handle(cluster.scheduler)}
+        monkeypatch.setattr(global_scheduler, "connect", lambda *place: found[place])
+        answer = asyncio.create_task(collect(cluster.client, request("r")))
+        await until(lambda: cluster.scheduler.dispatcher.num_queued() == {"m": 1})
+        await cluster.add_group(FakeLeader())
+        assert await answer == [3, 2, 1]
+
+    run(test)
+
+
+def test_a_scheduler_is_forgotten_after_a_time_in_which_it_ran(monkeypatch):
+    async def test():
+        left = []
+        monkeypatch.setattr(global_scheduler, "_WATCH_SECONDS", 0.001)
+        monkeypatch.setattr(global_scheduler, "FORGOTTEN_SECONDS", 0.02)
+        monkeypatch.setattr(GlobalScheduler, "_leave", lambda self: left.append(self))
+        scheduler = GlobalScheduler("test")
+        time.sleep(0.1)  # as a process that is stopped: nobody could call it
+        for _ in range(30):
+            await asyncio.sleep(0.001)
+            await scheduler.stats()
+        assert not left
+        await until(lambda: left)
+        scheduler._tasks.cancel()
 
     run(test)
 
