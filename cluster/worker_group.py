@@ -421,7 +421,13 @@ class Leader:
                 return
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
 
+    def _take_fetches(self) -> None:
+        outcomes = self.kv.take_outcomes() if self.kv is not None else ()
+        for link in self.links:
+            link.fetches.extend(outcomes)
+
     def _tell_ended(self, request_id: str) -> None:
+        self._take_fetches()  # those that it waited for are told no later than its end
         for link in self.links:
             if request_id in link.request_ids:
                 link.ended(request_id)
@@ -459,10 +465,7 @@ class Leader:
                 self._die(self.engine.executor.failure)
                 return
             self.tokens.beat()
-            if self.kv is not None:
-                outcomes = self.kv.take_outcomes()
-                for link in self.links:
-                    link.fetches.extend(outcomes)
+            self._take_fetches()
 
 
 def _say(line: str) -> None:

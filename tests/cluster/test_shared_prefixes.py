@@ -104,7 +104,7 @@ def test_two_groups_of_a_node_share_what_one_has_computed(settings, start_server
     busy = Busy(server.url)
     text, cached = ask(server.url)
     assert (text, cached >= 1008) == (cold, True)
-    assert metric(server.url, "kv_fetches_total", source="node", outcome="ok") == 1
+    wait_until(lambda: metric(server.url, "kv_fetches_total", source="node", outcome="ok") == 1, 10)
     assert metric(server.url, "kv_fetch_decisions_total", decision="fetch") == 1
     # both have it now, nothing else is fetched, and nothing is held that should not be
     assert ask(server.url) == (cold, cached)
@@ -165,7 +165,7 @@ def test_over_two_hosts_and_when_who_computed_it_is_killed_and_when_its_host_is_
     busy = Busy(url)
     text, cached = ask(url)
     assert (text, cached >= 1008) == (cold, True)
-    assert metric(url, "kv_fetches_total", source="network", outcome="ok") == 1
+    wait_until(lambda: metric(url, "kv_fetches_total", source="network", outcome="ok") == 1, 10)
     busy.end()
 
     # The worker that computes another prefix is killed: the other one has it all the same.
