@@ -7,10 +7,9 @@ import os
 import random
 
 import pytest
-from fake_engine import byte_tokenizer
+import tiny_model
 from faults import SHORT_DECK, Chaos, Clients, Cluster, deal, leaks
 from steady_load import answer
-from transformers import PreTrainedTokenizerFast
 
 pytestmark = [
     pytest.mark.serve,
@@ -27,11 +26,7 @@ JOBS = [
 
 @pytest.fixture(scope="module")
 def tiny_folder(tiny_llama, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    model = tiny_llama(vocab_size=300, max_position_embeddings=2048, initializer_range=0.1, eos_token_id=299)
-    model.save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend).save_pretrained(folder)
-    return folder
+    return tiny_model.save(tiny_llama, tmp_path_factory.mktemp("tiny"), max_position_embeddings=2048, eos_token_id=299)
 
 
 @pytest.mark.timeout(900)

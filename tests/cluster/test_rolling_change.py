@@ -13,10 +13,9 @@ import time
 
 import httpx
 import pytest
-from fake_engine import byte_tokenizer
+import tiny_model
 from real_server import isolated_env
 from steady_load import SteadyLoad, answer
-from transformers import PreTrainedTokenizerFast
 
 from pagedray.cluster.local_server import free_port
 
@@ -55,11 +54,7 @@ JOBS = 8 * SHORT + [{"prompt": "x" * 300, "temperature": 0.8, "seed": 7, "max_to
 
 @pytest.fixture(scope="module")
 def tiny_folder(tiny_llama, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    model = tiny_llama(vocab_size=300, max_position_embeddings=2048, initializer_range=0.1, eos_token_id=299)
-    model.save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend).save_pretrained(folder)
-    return folder
+    return tiny_model.save(tiny_llama, tmp_path_factory.mktemp("tiny"), max_position_embeddings=2048, eos_token_id=299)
 
 
 def arguments(folder, max_num_seqs):

@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from fake_engine import byte_tokenizer
-from transformers import PreTrainedTokenizerFast
+import tiny_model
 
 pytestmark = [
     pytest.mark.serve,
@@ -35,9 +34,7 @@ print(memory_summary(stats_only=True))
 def server(start_hosts, tiny_llama, tmp_path):
     """A host with a small object store, its URL, and two groups whose own caches hold two prompts each."""
     shape = {"num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64}
-    model = tiny_llama(vocab_size=300, max_position_embeddings=1024, initializer_range=0.1, **shape)
-    model.save_pretrained(tmp_path / "model")
-    PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend).save_pretrained(tmp_path / "model")
+    tiny_model.save(tiny_llama, tmp_path / "model", max_position_embeddings=1024, **shape)
     engine = {
         "dtype": "float32",
         "cpu_threads": 1,
