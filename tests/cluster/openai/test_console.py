@@ -52,7 +52,7 @@ class Cluster:
         )
         queue = Histogram(QUEUE_BOUNDS).so_far()
         tenants = tuple(
-            TenantStats("org/tiny", name, 4 * i, 2, 1.0, 100 * self.looks, 60 * self.looks, 240 * self.looks, queue)
+            TenantStats("org/tiny", name, 4 * i, 2, 1.0, 100 * self.looks, 62 * self.looks, 240 * self.looks, queue)
             for i, name in enumerate(self.tenants)
         )
         return ClusterStats(
