@@ -10,7 +10,6 @@ import logging
 import math
 import time
 import uuid
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
@@ -180,10 +179,8 @@ class SchedulerReport:
 
     scheduler: str  # another one after a restart
     tenants: tuple[TenantStats, ...] = ()
-    num_groups: tuple[tuple[str, int], ...] = ()  # by model
-    num_indexed: tuple[tuple[str, str, int], ...] = ()  # model, group, blocks of it in the prefix index
     groups_lost: tuple[tuple[str, str, int], ...] = ()  # model, how it was noticed, how many
-    fetch_decisions: tuple[tuple[str, int, int], ...] = ()  # as in `ClusterStats`
+    fetch_decisions: tuple[tuple[str, int, int], ...] = ()  # model, prefixes fetched, those computed all the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +189,6 @@ class ClusterStats:
     groups: tuple[GroupStatus, ...]
     stores: tuple[tuple[str, StoreStats], ...] = ()  # by node
     fetches: tuple[FetchStats, ...] = ()
-    fetch_decisions: tuple[tuple[str, int, int], ...] = ()  # model, prefixes fetched, those computed all the same
     schedulers: tuple[SchedulerReport, ...] = ()  # one, or of each shard
     ingresses: tuple[IngressReport, ...] = ()
     failures: tuple[tuple[str, str], ...] = ()  # models that cannot start, and why
@@ -339,30 +335,24 @@ class GlobalScheduler:
             )
             for g in self.groups.values()
         )
-        decisions = tuple((model, *counts) for model, counts in self.dispatcher.num_fetches().items())
         stores, fetches = tuple(self.stores.items()), tuple(self.fetches.values())
         return ClusterStats(
             self.dispatcher.num_queued(),
             groups,
             stores,
             fetches,
-            decisions,
-            (self._own_report(groups, decisions),),
+            (self._own_report(),),
             tuple(report for _, report in self.ingresses.values()) if with_ingresses else (),
             failures=tuple(self.dispatcher.failures().items()),
             leaving=self.leaving_at is not None,
         )
 
-    def _own_report(
-        self, groups: Sequence[GroupStatus], decisions: tuple[tuple[str, int, int], ...]
-    ) -> SchedulerReport:
+    def _own_report(self) -> SchedulerReport:
         return SchedulerReport(
             self.epoch[:8],
             tuple(self.dispatcher.tenant_stats()),
-            tuple(Counter(g.model for g in groups).items()),
-            tuple((g.model, g.group_id, g.num_indexed_blocks) for g in groups),
             tuple((model, reason, count) for (model, reason), count in self.groups_lost.items()),
-            decisions,
+            tuple((model, *counts) for model, counts in self.dispatcher.num_fetches().items()),
         )
 
     # -- what scales and ends the application -------------------------------------------------------------------------

@@ -60,22 +60,14 @@ class ShardedClient:
 
 
 def merged(stats: Sequence[ClusterStats]) -> ClusterStats:
-    """Groups, stores and their fetches are known to every scheduler alike; what waits and what was decided adds up.
+    """Groups, stores and their fetches are known to every scheduler alike; what waits adds up.
 
     What all schedulers know alike, only the first one counts in `schedulers`, so that their sum is a total.
     """
     queued: Counter[str] = Counter()
-    fetched: Counter[str] = Counter()
-    computed: Counter[str] = Counter()
     for s in stats:
         queued.update(s.num_queued)
-        for model, num_fetched, num_computed in s.fetch_decisions:
-            fetched[model] += num_fetched
-            computed[model] += num_computed
-    decisions = tuple((model, fetched[model], computed[model]) for model in fetched | computed)
     most = max(stats, key=lambda s: len(s.groups))  # one that has just restarted may not know all yet
     first, *others = (part for s in stats for part in s.schedulers)
-    parts = (first, *(replace(part, num_groups=(), num_indexed=(), groups_lost=()) for part in others))
-    return replace(
-        most, num_queued=dict(queued), fetch_decisions=decisions, schedulers=parts, ingresses=stats[0].ingresses
-    )
+    parts = (first, *(replace(part, groups_lost=()) for part in others))
+    return replace(most, num_queued=dict(queued), schedulers=parts, ingresses=stats[0].ingresses)

@@ -1,5 +1,6 @@
 """From what the processes have told the global scheduler to what `/metrics` shows."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -84,15 +85,17 @@ def _of_schedulers(cluster: ClusterStats) -> Iterator[Sample]:
             yield Sample("tenant_virtual_counter", me, by, t.counter)
             for kind in ("computed", "cached", "generated"):
                 yield Sample("tenant_service_tokens", me, (*by, kind), getattr(t, f"{kind}_tokens"))
-        for model, count in part.num_groups:
-            yield Sample("worker_groups", me, (model,), count)
-        for model, group, count in part.num_indexed:
-            yield Sample("prefix_index_blocks", me, (model, group), count)
         for model, reason, count in part.groups_lost:
             yield Sample("worker_groups_lost", me, (model, reason), count)
         for model, fetched, computed in part.fetch_decisions:
             yield Sample("kv_fetch_decisions", me, (model, "fetch"), fetched)
             yield Sample("kv_fetch_decisions", me, (model, "recompute"), computed)
+    if cluster.schedulers:
+        me = cluster.schedulers[0].scheduler  # all of them know the same groups: one counts them
+        for model, count in Counter(g.model for g in cluster.groups).items():
+            yield Sample("worker_groups", me, (model,), count)
+        for g in cluster.groups:
+            yield Sample("prefix_index_blocks", me, (g.model, g.group_id), g.num_indexed_blocks)
 
 
 def _of_groups(cluster: ClusterStats) -> Iterator[Sample]:
