@@ -216,9 +216,10 @@ def run_serve(load: Load) -> Run:
 async def _run_serve(load: Load) -> Run:
     import httpx
 
-    headers = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
+    from .chat_client import auth_headers
+
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(headers=headers, timeout=load.timeout, limits=limits) as http:
+    async with httpx.AsyncClient(headers=auth_headers(load.api_key), timeout=load.timeout, limits=limits) as http:
         model = load.model or await _first_model(http, load.url)
         for prompt, output_len in load.prompts.draw(load.warmup, "warmup"):
             outcome = read_recording(await _send(http, load, model, prompt, output_len))

@@ -21,6 +21,15 @@ def api_url(url: str, path: str) -> str:
     return f"{url.rstrip('/').removesuffix('/v1')}/v1/{path}"
 
 
+def server_root(url: str) -> str:
+    """Where a server's own routes are, of the address that was given: OpenAI's base URL will do."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def auth_headers(api_key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
 def error_message(status: int, body: bytes) -> str:
     """What a refusal says: the message in OpenAI's envelope, or the beginning of whatever came."""
     try:
@@ -34,9 +43,8 @@ class ChatClient:
 
     def __init__(self, url: str, model: str | None, api_key: str | None = None, wish: dict[str, Any] | None = None):
         self.url = url
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # a queue may be long before the first token; after it, silence means that something is wrong
-        self.http = httpx.Client(headers=headers, timeout=httpx.Timeout(10.0, read=600.0))
+        self.http = httpx.Client(headers=auth_headers(api_key), timeout=httpx.Timeout(10.0, read=600.0))
         self.wish = wish or {}
         self.model = model or self._first_model()
 

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 from ..scheduler.errors import ConfigError
-from .chat_client import EndpointError, error_message
+from .chat_client import EndpointError, auth_headers, error_message, server_root
 
 _POLL_SECONDS = 0.25
 _GRACE_SECONDS = 30.0  # beyond the time that was given, for the group to end
@@ -19,8 +19,7 @@ def drain(url: str, group: str | None, api_key: str | None, timeout: float) -> i
     Returns the exit status: 1 where it is still there. Raises `EndpointError`; `ConfigError` for a `group` that is none
     or several.
     """
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    with httpx.Client(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=30.0) as http:
+    with httpx.Client(base_url=server_root(url), headers=auth_headers(api_key), timeout=30.0) as http:
         groups = _groups(http)
         if group is None:
             for g in groups:

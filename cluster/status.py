@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from .chat_client import EndpointError, error_message
+from .chat_client import EndpointError, auth_headers, error_message, server_root
 
 _ASK_SECONDS = 10.0
 _CLEAR = "\x1b[H\x1b[J"
@@ -17,10 +17,9 @@ State = dict[str, Any]
 
 def read_state(url: str, api_key: str | None) -> State:
     """Ask a server. Raises `EndpointError`, saying what is wrong and what may help."""
-    base = url.rstrip("/").removesuffix("/v1")
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    base = server_root(url)
     try:
-        answer = httpx.get(f"{base}/console/state", headers=headers, timeout=_ASK_SECONDS)
+        answer = httpx.get(f"{base}/console/state", headers=auth_headers(api_key), timeout=_ASK_SECONDS)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise EndpointError(f"no server at {base}: {error}; say where it is with --url") from None
     if answer.status_code == 401:
