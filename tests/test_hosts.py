@@ -10,6 +10,7 @@ from pathlib import Path
 
 import hosts
 import pytest
+from waiting import wait_until
 
 LISTEN = """
     import socket, sys
@@ -36,13 +37,6 @@ def names_of(network):
 
 def living(pids):
     return [p for p in pids if Path(f"/proc/{p}").exists() and "Z" not in Path(f"/proc/{p}/stat").read_text()]
-
-
-def wait_until(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not so within {seconds:g} s"
-        time.sleep(0.05)
 
 
 @pytest.fixture

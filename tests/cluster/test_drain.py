@@ -7,6 +7,7 @@ import httpx
 import pytest
 import tiny_model
 from steady_load import SteadyLoad, answer
+from waiting import wait_until
 
 from pagedray.cluster import cli
 
@@ -44,13 +45,6 @@ def server(start_server, tiny_folder, tmp_path_factory):
 
 def groups(server):
     return {g["id"] for g in httpx.get(f"{server.url}/groups", timeout=30).json()["data"] if not g["draining"]}
-
-
-def wait_until(condition, seconds):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not so within {seconds} s"
-        time.sleep(0.1)
 
 
 def command(*argv):

@@ -4,11 +4,11 @@ import json
 import os
 import signal
 import threading
-import time
 
 import httpx
 import pytest
 from real_server import descendants
+from waiting import wait_until
 
 pytestmark = pytest.mark.serve
 
@@ -62,13 +62,6 @@ def ask(server, prompt, max_tokens=24):
     return Stream(server, prompt, max_tokens).text()
 
 
-def wait_until(condition, seconds, what):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.1)
-
-
 def num_groups(server):
     lines = httpx.get(f"{server.url}/metrics", timeout=30).text.splitlines()
     return sum(line.startswith("pagedray_num_requests_running{") for line in lines)
@@ -104,15 +97,15 @@ def test_when_either_dies_the_other_goes_on_and_does_both(server):
     before = moved(server)
     prompts = [[PROMPT[0] + i, *PROMPT[1:]] for i in range(1, 4)]
     stream = Stream(server, prompts[0], LONG)
-    wait_until(lambda: moved(server) > before, 60, "moved")
+    wait_until(lambda: moved(server) > before, 60, lambda: "moved")
     kill(server, "decode")
     text = stream.text()
     assert server.metric("pagedray_request_resumed_total") == 1
-    wait_until(lambda: num_groups(server) == 2, 90, "the decode group is back")
+    wait_until(lambda: num_groups(server) == 2, 90, lambda: "the decode group is back")
     kill(server, "prefill")
     assert ask(server, prompts[0], LONG) == text, "whoever computes it"
     assert ask(server, prompts[1])
-    wait_until(lambda: num_groups(server) == 2, 90, "the prefill group is back")
+    wait_until(lambda: num_groups(server) == 2, 90, lambda: "the prefill group is back")
     before = moved(server)
     assert ask(server, prompts[2], LONG)
     assert moved(server) == before + 1

@@ -11,6 +11,7 @@ import time
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import wait_until
 
 pytestmark = pytest.mark.serve
 
@@ -51,13 +52,6 @@ def metric(url, name, **labels):
 def groups(url):
     families = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=30).text)
     return {s.labels["group"] for f in families for s in f.samples if s.name == "pagedray_num_requests_running"}
-
-
-def wait_until(condition, seconds):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not so within {seconds} s"
-        time.sleep(0.2)
 
 
 def published(url, tokens):

@@ -4,12 +4,12 @@ import json
 import subprocess
 import sys
 import textwrap
-import time
 
 import httpx
 import pytest
 from fake_engine import byte_tokenizer
 from transformers import PreTrainedTokenizerFast
+from waiting import wait_until
 
 from pagedray import LLM, SamplingParams
 
@@ -98,13 +98,6 @@ def test_split_over_two_hosts_the_tokens_are_those_of_one_rank(network, tiny_fol
 
 def ranks_on(host):
     return [name for name in host.processes().values() if name.startswith(("ray::Rank", "ray::Leader"))]
-
-
-def wait_until(condition, seconds, why=lambda: ""):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not so within {seconds} s. {why()}"
-        time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,12 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
 import pytest
 import yaml
+from waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = {name: ROOT / "configs" / f"ray-up-{name}.yaml" for name in ("local", "aws", "gcp")}
@@ -119,13 +119,6 @@ def prepare_machine(host, public_key):
 
 def ray_processes(host):
     return [t for t in host.processes().values() if re.search(r"raylet|gcs_server|ray::|dashboard|monitor\.py", t)]
-
-
-def wait_until(condition, seconds, why=lambda: ""):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not so within {seconds} s. {why()}"
-        time.sleep(0.3)
 
 
 @pytest.mark.serve
