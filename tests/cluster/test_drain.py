@@ -19,8 +19,8 @@ SHORT = [
     {"prompt": "Dear", "temperature": 0, "stop": ["zq"], "max_tokens": 40, "min_tokens": 8},
     {"prompt": "y", "temperature": 1.0, "seed": 1, "max_tokens": 2},
 ]
-LONG = {"prompt": "x" * 300, "temperature": 0.8, "seed": 7, "max_tokens": 1500, "logprobs": 1}  # runs for seconds
-JOBS = 5 * SHORT + [LONG]
+LONG = {"prompt": "x" * 300, "temperature": 0.8, "seed": 7, "max_tokens": 1700, "ignore_eos": True, "logprobs": 1}
+JOBS = 5 * SHORT + [LONG]  # a long one a second, each running for seconds: there always are some that must move
 
 
 @pytest.fixture(scope="module")
