@@ -45,7 +45,14 @@ class Step:
         tables = torch.empty(sequences, shared // BLOCK + own, dtype=torch.int32)
         tables[:, : shared // BLOCK] = blocks[: shared // BLOCK]
         tables[:, shared // BLOCK :] = blocks[shared // BLOCK :][: sequences * own].view(sequences, own)
-        config = SimpleNamespace(num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, num_hidden_layers=LAYERS)
+        config = SimpleNamespace(
+            num_attention_heads=HEADS,
+            num_key_value_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
+            num_hidden_layers=LAYERS,
+            intermediate_size=1,
+            vocab_size=1,
+        )
         self.caches = allocate(config, len(blocks), BLOCK, dtype)
         for k_cache, v_cache in self.caches:
             k_cache[tables.unique()] = torch.randn(tables.unique().numel(), KV_HEADS, BLOCK, HEAD_DIM).to(dtype)

@@ -116,6 +116,7 @@ def main() -> None:
     settings = {"max_model_len": max(args.contexts) + 16, "num_kv_blocks": num_blocks, "cpu_threads": args.threads}
     config = EngineConfig.from_kwargs("flags", model=args.model, **settings, **quantization)
     worker = Worker(config)
+    worker.allocate(worker.num_blocks, worker.max_model_len)
     for cache in (tensor for pair in worker.runner.kv_caches for tensor in pair):
         cache.normal_()  # pages that were never written are all one page, which every cache holds
     model = worker.model_config

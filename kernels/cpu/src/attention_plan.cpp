@@ -11,7 +11,7 @@
 
 namespace pagedray::attention {
 
-constexpr int64_t TILE_ROWS = 192;  // so many that the packing of keys and values costs little beside them
+constexpr int64_t TILE_ROWS = 384;  // so many that the packing of keys and values costs little beside them
 constexpr int64_t FEW_ROWS = 64;
 
 namespace {

@@ -17,9 +17,10 @@ namespace pagedray {
 constexpr int PREFETCH_BYTES = 2048;
 constexpr int RUNS_PER_THREAD = 4;
 
-// With many rows, what a core works on at a time fits its L2 cache: BATCH rows of x, BLOCK_BYTES of each, against as much
-// of PANELS panels. Their sums wait in fp32 from one block of k to the next, so the chains stay what they are.
-constexpr int BATCH = 240, PANELS = 4, BLOCK_BYTES = 2048;
+// With many rows, what a core works on at a time fits its caches: BATCH rows of x and their sums the L2; BLOCK_BYTES of a
+// panel's columns, and of as many rows of x as are multiplied at a time, the L1. Sums wait in fp32 from one block of k to the
+// next, so the chains stay what they are. PANELS together write longer pieces of y's rows.
+constexpr int BATCH = 240, PANELS = 4, BLOCK_BYTES = 576;
 
 // How many steps of a panel are dequantized at a time where few rows want them, unless one by one: they fit the L1 cache.
 constexpr int DEQUANTIZED_STEPS = 8;
@@ -56,14 +57,12 @@ inline void convert(float& to, bf16 from) {
 template <class T>
 struct PlainSteps {
     const T* first;
-    bool prefetch;
+    const char* ahead;  // what will be wanted, to be fetched meanwhile: `bytes` with each step
+    int64_t bytes;
 
     const T* operator()(int64_t s) const {
-        const T* step = first + s * STEP * PANEL;
-        if (prefetch)
-            for (size_t i = 0; i < STEP * PANEL * sizeof(T); i += 64)
-                __builtin_prefetch(reinterpret_cast<const char*>(step) + PREFETCH_BYTES + i, 0, 2);
-        return step;
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(ahead + s * bytes + i, 0, 2);
+        return first + s * STEP * PANEL;
     }
 };
 
@@ -239,7 +238,14 @@ struct PanelProduct {
     }
 
     void multiply_all(const T* data, bool prefetch) const {
-        for (int64_t m = 0; m < rows; m += Block<T>::ROWS) multiply(m, PlainSteps<T>{data, prefetch && m == 0});
+        constexpr int64_t ROWS = Block<T>::ROWS, STEP_BYTES = STEP * PANEL * sizeof(T);
+        const char* ahead = reinterpret_cast<const char*>(data);
+        if (rows <= ROWS) return multiply(0, PlainSteps<T>{data, ahead + PREFETCH_BYTES, prefetch ? STEP_BYTES : 0});
+        // All rows take their turn before the next panel is wanted: each ROWS of them fetch a share of it.
+        const int64_t share = prefetch ? (STEP_BYTES * ROWS / rows + 63) / 64 * 64 : 0;
+        ahead += all_steps * STEP_BYTES;
+        for (int64_t m = 0; m < rows; m += ROWS, ahead += steps * share)
+            multiply(m, PlainSteps<T>{data, ahead, share});
     }
 
     template <class Steps>

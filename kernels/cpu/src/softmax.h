@@ -13,7 +13,20 @@ namespace pagedray::softmax {
 
 constexpr float NEVER = -FLT_MAX;  // the maximum of no scores
 
-// 2^x for x <= 0, within 2 ulp; 2^0 is exactly 1, and below -126 it is 2^-126. A NaN stays one.
+// 2^x for x <= 0, within 2 ulp; 2^0 is exactly 1, and below -126 it is 2^-126 or less. A NaN stays one.
+// Attention of long prompts spends more on these than on its products.
+#if defined(__AVX512DQ__)
+inline vfloat exp2(vfloat x) {
+    const vfloat f = (vfloat)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x)
+    vfloat p = splat(1.86713012e-3f);
+    p = p * f + 9.01703019e-3f;
+    p = p * f + 5.57999132e-2f;
+    p = p * f + 2.40164450e-1f;
+    p = p * f + 6.93151312e-1f;
+    p = p * f + 1.0f;
+    return (vfloat)_mm512_scalef_ps((__m512)p, (__m512)x);  // p 2^floor(x)
+}
+#else
 inline vfloat exp2(vfloat x) {
     x = x < -126.f ? splat(-126.f) : x;
     const vfloat shifted = x + 12582912.f;  // 1.5 * 2^23: its lowest bits are now round(x)
@@ -26,6 +39,7 @@ inline vfloat exp2(vfloat x) {
     p = p * f + 1.0f;
     return (vfloat)((vint)p + ((vint)shifted << 23));
 }
+#endif
 
 // scores[0 .. visible) times scale become p = 2^(s - m), p[visible .. padded) = 0. The row has room for `padded`, a
 // multiple of W. p may stand where the scores do.
