@@ -289,13 +289,13 @@ class _LLMConfig(_Section):
     deployment_config: dict[str, Any] = {}
     placement_group_config: dict[str, Any] | None = None
     accelerator_type: Annotated[str, Field(min_length=1)] | None = None
+    accelerator_config: dict[str, Any] | None = None
     runtime_env: dict[str, Any] | None = None
     experimental_configs: dict[str, Any] = {}
     llm_engine: str | None = None
     log_engine_metrics: bool | None = None
     role: str | None = None
     refused = {
-        "accelerator_config": "say accelerator_type and placement_group_config",
         "lora_config": "adapters are not supported yet",
         "server_cls": "PagedRay has its own server",
         "callback_config": "there are no callbacks",
@@ -326,6 +326,17 @@ class _ModelLoading(_Section):
 class _Http(_Section):
     host: str = "127.0.0.1"
     port: int = 8000
+
+
+class _Accelerator(_Section):
+    kind: str | None = None
+
+    @field_validator("kind")
+    @classmethod
+    def _known(cls, value: str | None) -> str | None:
+        if value not in (None, "cpu", "gpu"):
+            raise ValueError("must be cpu or gpu")
+        return value
 
 
 class _PlacementGroup(_Section):
@@ -540,9 +551,10 @@ def _model(section: _LLMConfig, path: str) -> ModelDeployment:
     for key, value in reading.items():
         if value is not None and value not in READERS[key]:
             raise ConfigError(f"{path}.engine_kwargs.{key} must be {' or '.join(READERS[key])}, not {value!r}")
-    engine = EngineConfig.from_kwargs(f"{path}.engine_kwargs", **{**kwargs, "model": source})
-
     deployment = _options(section.deployment_config, f"{path}.deployment_config")
+    if kwargs.get("device", "auto") == "auto":
+        kwargs["device"] = _device(section, deployment.get("ray_actor_options", {}), path)
+    engine = EngineConfig.from_kwargs(f"{path}.engine_kwargs", **{**kwargs, "model": source})
     deployment |= _placement(section, deployment.pop("ray_actor_options", {}), engine, path)
     if token is not None:
         environment = deployment.get("ray_actor_options", {}).get("runtime_env", {})
@@ -645,7 +657,7 @@ def _placement(section: _LLMConfig, actor: dict[str, Any], engine: EngineConfig,
     elif asks_for_gpus and engine.device == "cpu":
         logger.warning("%s asks for GPUs, which nobody uses: engine_kwargs.device is cpu", path)
     elif kind and not asks_for_gpus:
-        logger.warning("%s.accelerator_type finds nodes and takes no GPU there: engine_kwargs.device: cuda does", path)
+        logger.warning("%s.accelerator_type finds nodes and takes no GPU there: engine_kwargs.device is cpu", path)
     if said and not bundles:
         bundles = [{} for _ in range(size)]
     options: dict[str, Any] = {}
@@ -659,6 +671,21 @@ def _placement(section: _LLMConfig, actor: dict[str, Any], engine: EngineConfig,
     if environment is not None:
         options["ray_actor_options"] = {"num_cpus": 0, "runtime_env": environment}
     return options
+
+
+def _device(section: _LLMConfig, actor: dict[str, Any], path: str) -> str:
+    """Where a group computes by what is said of its resources, in any of Serve LLM's ways.
+
+    Who asks for GPUs wants them used: a rank that finds none must say so, and not compute on a CPU instead. A type of
+    accelerator is a GPU's, as in Serve LLM.
+    """
+    said = _read(_Accelerator, section.accelerator_config or {}, f"{path}.accelerator_config").kind
+    if said == "cpu":
+        return "cpu"
+    group = _read(_PlacementGroup, section.placement_group_config or {}, f"{path}.placement_group_config")
+    bundles = [group.bundle_per_worker or {}, *(group.bundles or [])]
+    types = section.accelerator_type, actor.get("accelerator_type"), actor.get("num_gpus")
+    return "cuda" if said or any(types) or any(bundle.get("GPU") for bundle in bundles) else "auto"
 
 
 def _share_hub_token(models: Iterable[ModelDeployment], ingress: dict[str, Any]) -> None:

@@ -14,24 +14,27 @@ _PLACE_SECONDS = 60.0
 
 
 class DriverRanks:
-    """A placement group of one CPU for every rank but this process, in the cluster that it is connected to.
+    """A placement group of one CPU, and with `device: cuda` one GPU, for every rank but this process, in the cluster
+    that it is connected to.
 
-    Where it is connected to none, in that of RAY_ADDRESS; else in one of its own, which goes with `close`. Raises
-    `EngineDead` where the cluster has no room within a minute.
+    Where it is connected to none, in that of RAY_ADDRESS; else in one of its own, which goes with `close`. This process
+    takes a GPU that it sees and no rank has; Ray does not know of that one. Raises `EngineDead` where the cluster has
+    no room within a minute.
     """
 
     def __init__(self, config: EngineConfig):
-        others = config.world_size - 1
         self._own_ray = not ray.is_initialized()
         if self._own_ray:
             _connect(config.world_size)
-        self._placement_group = placement_group([{"CPU": 1}] * others, strategy="PACK")
+        others = bundles(config)
+        self._placement_group = placement_group(others, strategy="PACK")
         try:
             if not self._placement_group.wait(_PLACE_SECONDS):
-                free = ray.available_resources().get("CPU", 0)
+                free = ray.available_resources()
+                there = " and ".join(f"{free.get(kind, 0):g} {kind}s" for kind in others[0])
                 raise EngineDead(
-                    f"no room for {others} ranks of one CPU each beside this process within {_PLACE_SECONDS:.0f} s: "
-                    f"the Ray cluster has {free:g} CPUs free"
+                    f"no room for {len(others)} ranks of one {' and one '.join(others[0])} each beside this process "
+                    f"within {_PLACE_SECONDS:.0f} s: the Ray cluster has {there} free"
                 )
             here = ray.get_runtime_context().get_node_id()
             self.places = RankPlaces.beside(here, self._placement_group)
@@ -46,6 +49,12 @@ class DriverRanks:
         remove_placement_group(self._placement_group)
         if self._own_ray:
             ray.shutdown()
+
+
+def bundles(config: EngineConfig) -> list[dict[str, float]]:
+    """What each rank but this process takes."""
+    bundle = {"CPU": 1.0, "GPU": 1.0} if config.device == "cuda" else {"CPU": 1.0}
+    return [dict(bundle) for _ in range(config.world_size - 1)]
 
 
 def _connect(num_ranks: int) -> None:

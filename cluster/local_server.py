@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from http.client import HTTPConnection, HTTPException
@@ -120,13 +120,13 @@ class _Server:
             _say("stopping (once more to kill)")
         except BaseException as error:
             self.error = error
-            if folder:
+            if folder and not isinstance(error, ConfigError):
                 _say(f"Ray's logs are in {folder}/session_latest/logs")
         self.stop.set()
         _shut_down(local=folder is not None)
         if folder:
             leave_no_process()
-            if self.error is None:
+            if self.error is None or isinstance(self.error, ConfigError):
                 self._remove_folder()
 
     def _remove_folder(self) -> None:
@@ -140,6 +140,10 @@ class _Server:
         _start_ray(self.address, folder, _num_cpus(self.config), meanwhile=imports.start)
         imports.join()
         daemons = children() if folder else []
+        if folder:
+            import ray
+
+            check_resources(self.config, ray.cluster_resources())
         self._next("starting Serve")
         listen = self._listen_address() if folder else None
         _start_serve(self.options.host, self.options.port, fresh=folder is not None, proxy=listen is None)
@@ -267,6 +271,30 @@ def _num_cpus(config: ApplicationConfig) -> int:
         bundles = model.deployment.get("placement_group_bundles", [{"CPU": 1}] * model.engine.world_size)
         needed += most(model.deployment, sum(bundle["CPU"] for bundle in bundles))
     return max(os.cpu_count() or 1, math.ceil(needed) + _NUM_OTHER_ACTORS)
+
+
+def check_resources(config: ApplicationConfig, machine: Mapping[str, float]) -> None:
+    """Raise `ConfigError` for a group that takes what this machine does not have: it would wait for a node for ever."""
+    for model in config.models:
+        taken: dict[str, float] = {}
+        for bundle in model.deployment.get("placement_group_bundles", ()):
+            for kind, amount in bundle.items():
+                taken[kind] = taken.get(kind, 0) + amount
+        # of CPUs our cluster says it has what is needed
+        if missing := {k: v for k, v in taken.items() if k != "CPU" and v > machine.get(k, 0)}:
+            what = " and ".join(_in_words(kind, amount, machine.get(kind, 0)) for kind, amount in missing.items())
+            gpus = any(kind == "GPU" or kind.startswith("accelerator_type:") for kind in missing)
+            cpu = ", or say device: cpu and no accelerator_type, to compute on CPUs" * gpus
+            raise ConfigError(
+                f"{model.model_id} cannot be served on this machine: a worker group takes {what}; serve it on a Ray "
+                f"cluster that has that (--ray-address, or serve deploy){cpu}"
+            )
+
+
+def _in_words(kind: str, amount: float, there: float) -> str:
+    if kind.startswith("accelerator_type:"):
+        return f"a node with {kind.removeprefix('accelerator_type:')}"
+    return f"{amount:g} {kind} (here: {there:g})"
 
 
 # Up.

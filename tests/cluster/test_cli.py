@@ -17,7 +17,8 @@ import httpx
 import pytest
 
 from pagedray.cluster import cli, demo_model, local_server
-from pagedray.cluster.local_server import PortReservation, ServerOptions, free_port
+from pagedray.cluster.config import ApplicationConfig
+from pagedray.cluster.local_server import PortReservation, ServerOptions, check_resources, free_port
 from pagedray.scheduler.errors import ConfigError
 
 
@@ -410,6 +411,30 @@ def test_a_cluster_that_dies_ends_the_server(server):
 
 def cmdline(pid):
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+
+
+def test_a_group_that_takes_what_this_machine_lacks_is_refused():
+    """For a config of Ray's own documentation, on a machine without its GPU."""
+
+    def check(machine, **section):
+        loading = {"model_id": "q", "model_source": "Qwen/Qwen2.5-0.5B-Instruct"}
+        config = ApplicationConfig.parse({"llm_configs": [{"model_loading_config": loading, **section}]})
+        check_resources(config, {"CPU": 8, "memory": 10**9, **machine})
+
+    with pytest.raises(ConfigError) as error:
+        check({}, accelerator_type="A10G")
+    assert "takes a node with A10G and 1 GPU (here: 0); serve it on a Ray cluster that has that" in str(error.value)
+    assert "or say device: cpu and no accelerator_type" in str(error.value)
+    split = {"tensor_parallel_size": 4, "device": "cuda"}
+    with pytest.raises(ConfigError, match=r"takes 4 GPU \(here: 2\)"):
+        check({"GPU": 2}, engine_kwargs=split)
+    check({"GPU": 4}, engine_kwargs=split)
+    check({"GPU": 1, "accelerator_type:A10G": 1}, accelerator_type="A10G")
+    check({}, engine_kwargs={"tensor_parallel_size": 16})  # CPUs are only counted
+    with pytest.raises(
+        ConfigError, match=r"takes 1 disk \(here: 0\); serve it on a Ray cluster that has that \(.*deploy\)$"
+    ):
+        check({}, deployment_config={"ray_actor_options": {"resources": {"disk": 1}}})
 
 
 def test_why_a_deployment_failed_is_its_error_and_not_where_a_traceback_begins():

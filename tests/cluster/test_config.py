@@ -291,7 +291,7 @@ def test_the_ranks_hold_the_resources_and_the_replica_none():
         )
     )
     assert config.models[0].deployment == {
-        "placement_group_bundles": [{"CPU": 3, "memory": 10, "accelerator_type:A10G": 0.001}],
+        "placement_group_bundles": [{"CPU": 3, "memory": 10, "accelerator_type:A10G": 0.001, "GPU": 1}],
         "ray_actor_options": {"num_cpus": 0, "runtime_env": {"env_vars": {}}},
     }
     group = {"bundle_per_worker": {"GPU": 1}, "strategy": "SPREAD"}
@@ -309,9 +309,15 @@ def test_device_cuda_is_all_a_config_must_say_for_a_gpu(caplog):
     half = {"placement_group_config": {"bundle_per_worker": {"GPU": 0.5}}}
     assert model("cuda", **half).deployment == {"placement_group_bundles": [{"CPU": 1, "GPU": 0.5}]}
     assert model("auto").deployment == model("cpu").deployment == {}
+    assert model("auto").engine.device == "auto"
+    assert model("auto", **half).engine.device == model("auto", accelerator_type="L4").engine.device == "cuda"
     assert model("cpu").engine.device == "cpu" and not caplog.records
     model("cpu", **half)
     assert "asks for GPUs, which nobody uses" in caplog.text
+    assert [model("auto", accelerator_config={"kind": k}).engine.device for k in ("cpu", "gpu")] == ["cpu", "cuda"]
+    assert "accelerator_config.kind must be cpu or gpu, not 'tpu'" in refusal(one(accelerator_config={"kind": "tpu"}))
+    on_cpus = model("cpu", accelerator_type="L4").deployment
+    assert on_cpus == {"placement_group_bundles": [{"CPU": 1, "accelerator_type:L4": 0.001}]}
 
 
 def test_every_rank_has_a_bundle():

@@ -1,9 +1,11 @@
-"""Which bundle of its placement group a rank gets."""
+"""Which bundle of its placement group a rank gets, and what is in it."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagedray.cluster.driver_ranks import bundles
 from pagedray.cluster.ranks import assign_bundles
+from pagedray.workers.config import EngineConfig
 
 
 def stages(nodes, tensor_parallel_size):
@@ -24,3 +26,9 @@ def test_every_rank_has_a_bundle_of_its_own_and_no_stage_is_split_without_need(t
     assert sorted(assign_bundles(nodes, tp)) == list(range(tp * pp))
     whole = sum(len(set(stage)) == 1 for stage in stages(nodes, tp))
     assert whole >= sum(nodes.count(node) // tp for node in set(nodes))
+
+
+def test_the_ranks_beside_a_driver_hold_a_gpu_each_where_they_are_to_use_one():
+    split = {"model": "m", "tensor_parallel_size": 3}
+    assert bundles(EngineConfig(**split, device="cuda")) == [{"CPU": 1, "GPU": 1}] * 2
+    assert bundles(EngineConfig(**split)) == bundles(EngineConfig(**split, device="cpu")) == [{"CPU": 1}] * 2

@@ -120,7 +120,8 @@ def test_it_works_with_only_its_import_path_changed(text, tmp_path):
 def test_what_it_says_is_done(tmp_path):
     quick = parsed(QUICK_START, tmp_path).models[1]
     assert quick.deployment["autoscaling_config"] == {"min_replicas": 1, "max_replicas": 2}
-    assert quick.deployment["placement_group_bundles"] == [{"CPU": 1, "accelerator_type:A10G": 0.001}]
+    assert quick.deployment["placement_group_bundles"] == [{"CPU": 1, "accelerator_type:A10G": 0.001, "GPU": 1}]
+    assert quick.engine.device == "cuda"
     (kuberay,) = parsed(ON_KUBERAY, tmp_path).models
     assert (kuberay.engine.max_model_len, kuberay.engine.gpu_memory_utilization) == (1024, 0.75)
     assert kuberay.deployment["max_ongoing_requests"] == 128
