@@ -214,6 +214,7 @@ class Ingress:
             self._whole_cluster,
             self._nodes,
             models=lambda: {name: m.max_model_len for name, m in self._models().items()},
+            may_sleep=self._may_sleep,
             caller=caller,
             sees_all=lambda tenant: tenant.operator or not self.config.tenants,
         )
@@ -228,6 +229,9 @@ class Ingress:
         """Those that the caller may use: to it, there are no others."""
         allowed = caller().models
         return {name: m for name, m in self.models.items() if name in allowed} if allowed else self.models
+
+    def _may_sleep(self) -> set[str]:
+        return {m.model_id for m in self.config.models if m.may_sleep}
 
     def check_health(self) -> None:
         if self.http is not None:
@@ -278,8 +282,7 @@ class Ingress:
         unreadable = {model: why for model, why in self.unreadable.items() if model not in self.models}
         failures = unreadable | {model: why for model, why in self.cluster.failures if model in self.models}
         up = {group.model for group in self.cluster.groups if not group.draining}
-        asleep = {m.model_id for m in self.config.models if m.may_sleep}
-        missing = self.models.keys() - up - self.arriving - failures.keys() - asleep
+        missing = self.models.keys() - up - self.arriving - failures.keys() - self._may_sleep()
         if missing:
             raise EngineDead(f"no worker group of {', '.join(sorted(missing))} is up")
         if len(failures) == len(self.config.models):

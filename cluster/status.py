@@ -38,10 +38,10 @@ def _no_state(base: str) -> State:
 
 
 def show_status(url: str, api_key: str | None, as_json: bool) -> int:
-    """Print what runs where. Returns the exit status: 1 where a model has no group."""
+    """Print what runs where. Returns the exit status: 1 where a model has no group and does not merely sleep."""
     state = read_state(url, api_key)
     print(json.dumps(state, indent=1) if as_json else status_text(state))
-    return 0 if all(model["num_groups"] for model in state["models"]) else 1
+    return 0 if all(model["state"] in ("serving", "asleep") for model in state["models"]) else 1
 
 
 def show_top(url: str, api_key: str | None, interval: float, count: int | None) -> int:
@@ -70,10 +70,11 @@ def status_text(state: State) -> str:
     parts = [f"PagedRay {state['version']}"]
     parts.append(
         table(
-            ["MODEL", "GROUPS", "QUEUED", "CONTEXT"],
-            [[m["id"], m["num_groups"], m["num_queued"], m["max_model_len"]] for m in state["models"]],
+            ["MODEL", "STATE", "GROUPS", "QUEUED", "CONTEXT"],
+            [[m["id"], m["state"], m["num_groups"], m["num_queued"], m["max_model_len"]] for m in state["models"]],
         )
     )
+    parts.append("\n".join(f"{m['id']} cannot start: {m['failure']}" for m in state["models"] if m["failure"]))
     parts.append(
         table(
             ["GROUP", "MODEL", "STATE", "RANKS ON", "RUNNING", "WAITING", "KV IN USE", "CACHE HITS"],

@@ -1,7 +1,7 @@
 """The console's routes: a page that anybody may load, and the data behind the API keys."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -41,6 +41,7 @@ def add_console(
     current: Callable[[], Awaitable[ClusterStats]],
     nodes: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]],
     models: Callable[[], Mapping[str, int]],
+    may_sleep: Callable[[], Collection[str]],
     caller: Callable[[], Tenant],
     sees_all: Callable[[Tenant], bool],
 ) -> None:
@@ -52,7 +53,7 @@ def add_console(
     async def read_state() -> Response:
         tenant = caller()
         cluster, here = await asyncio.gather(current(), nodes())
-        state = cluster_state(cluster, here, models(), None if sees_all(tenant) else tenant.name)
+        state = cluster_state(cluster, here, models(), may_sleep(), None if sees_all(tenant) else tenant.name)
         return JSONResponse(state, headers={"Cache-Control": "no-store"})
 
     @app.get("/console")

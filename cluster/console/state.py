@@ -4,7 +4,7 @@ Counts are running totals: whoever shows a rate asks twice. A caller sees all te
 tenant is an operator; otherwise its own, and the others as one, without names.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from ... import __version__
@@ -20,20 +20,31 @@ def cluster_state(
     cluster: ClusterStats,
     nodes: Sequence[Mapping[str, Any]],
     models: Mapping[str, int],
+    may_sleep: Collection[str],
     tenant: str | None,
 ) -> dict[str, Any]:
     """`nodes` as `ray.nodes()` has them; `models` that the caller may use, and their contexts in tokens.
 
-    `tenant`: the one whose figures are shown by name; None: all of them.
+    `may_sleep`: models that need no group while nobody asks. `tenant`: the one whose figures are shown by name; None:
+    all of them.
     """
     stats = [t for part in cluster.schedulers for t in part.tenants if t.model in models]
     groups = [g for g in cluster.groups if g.model in models]
+    failures = dict(cluster.failures)
+
+    def state(model: str) -> str:
+        if any(g.model == model and not g.draining for g in groups):
+            return "serving"
+        return "failed" if model in failures else "asleep" if model in may_sleep else "down"
+
     return {
         "version": __version__,
         "schedulers": [part.scheduler for part in cluster.schedulers],
         "models": [
             {
                 "id": model,
+                "state": state(model),
+                "failure": failures.get(model, ""),  # why it cannot start
                 "max_model_len": length,
                 "num_groups": sum(g.model == model for g in groups),
                 "num_queued": cluster.num_queued.get(model, 0),

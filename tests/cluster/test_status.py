@@ -36,7 +36,7 @@ def tenant_stats(model, tenant, generated=30, queued=1):
     return TenantStats(model, tenant, queued, 2, 0.5, 10, 20, generated, counts)
 
 
-def cluster(generated=30, steps=4, ttft=0.03):
+def cluster(generated=30, steps=4, ttft=0.03, failures=()):
     metrics = RequestMetrics()
     metrics.histogram("time_to_first_token_seconds", "m", "acme").observe(ttft)
     metrics.histogram("time_to_first_token_seconds", "hidden", "acme").observe(100.0)
@@ -52,11 +52,12 @@ def cluster(generated=30, steps=4, ttft=0.03):
         (("n1", StoreStats(2**30, 2**28, 3, 0, 0, 0, 0, 0)),),
         schedulers=(SchedulerReport("s1", tenants),),
         ingresses=(IngressReport("i1", "n1", metrics.counts()),),
+        failures=failures,
     )
 
 
-def state(tenant=None, **change):
-    return cluster_state(cluster(**change), NODES, MODELS, tenant)
+def state(tenant=None, may_sleep=(), **change):
+    return cluster_state(cluster(**change), NODES, MODELS, may_sleep, tenant)
 
 
 def test_the_state_has_what_runs_where():
@@ -83,7 +84,7 @@ def test_other_tenants_are_one_without_a_name():
 def test_status_reads_well():
     text = status_text(state("acme"))
     lines = text.splitlines()
-    assert any(line.split() == ["m", "1", "3", "64"] for line in lines)
+    assert any(line.split() == ["m", "serving", "1", "3", "64"] for line in lines)
     assert any("10.0.0.1, 10.0.0.2" in line and "25% of 1600 tokens" in line for line in lines)
     assert "(others)" in text and "256 of 1024 MiB" in text
     assert all(line == line.rstrip() for line in lines)
@@ -159,6 +160,12 @@ def test_status_asks_with_the_key_and_fails_where_a_model_has_no_group(answering
     url, asked = answering([(200, state())])
     status, text = printed(show_status, f"{url}/v1", "sk-key", False)
     assert status == 1 and "10.0.0.1" in text  # model n has no group
+    for change, expected, says in (
+        ({"may_sleep": {"n"}}, 0, "n      asleep"),
+        ({"may_sleep": {"n"}, "failures": (("n", "it is damaged"),)}, 1, "n cannot start: it is damaged"),
+    ):
+        status, text = printed(show_status, answering([(200, state(**change))])[0], None, False)
+        assert status == expected and says in text
     assert asked == [("/console/state", "Bearer sk-key")]
     status, text = printed(show_status, url, None, True)
     assert json.loads(text)["models"][0]["id"] == "m"

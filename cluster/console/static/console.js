@@ -149,9 +149,12 @@ function showMap(state) {
     }
     return card;
   });
-  const lost = state.models.filter((model) => !model.num_groups);
-  if (lost.length) {
-    cards.push(make("p", { class: "empty", role: "alert" }, `No worker group is up: ${lost.map((m) => m.id).join(", ")}`));
+  const asleep = state.models.filter((model) => model.state === "asleep").map((model) => model.id);
+  if (asleep.length) cards.push(make("p", { class: "empty" }, `Asleep until somebody asks: ${asleep.join(", ")}`));
+  const lost = state.models.filter((model) => model.state === "down").map((model) => model.id);
+  if (lost.length) cards.push(make("p", { class: "empty", role: "alert" }, `No worker group is up: ${lost.join(", ")}`));
+  for (const model of state.models.filter((model) => model.state === "failed")) {
+    cards.push(make("p", { class: "empty", role: "alert" }, `${model.id} cannot start: ${model.failure}`));
   }
   map.replaceChildren(...cards);
 }

@@ -30,6 +30,7 @@ class Cluster:
     tenants: tuple[str, ...] = ("acme", "operations", EVIL)
     models: dict[str, int] = field(default_factory=lambda: {"org/tiny": 64})
     groups: bool = True
+    may_sleep: set[str] = field(default_factory=set)
 
     async def current(self):
         self.looks += 1
@@ -86,6 +87,7 @@ def application(make_api, keys=False):
         cluster.current,
         cluster.nodes,
         models=lambda: cluster.models,
+        may_sleep=lambda: cluster.may_sleep,
         caller=caller,
         sees_all=lambda tenant: tenant.operator or not directory.has_keys,
     )
@@ -193,6 +195,9 @@ def test_it_shows_the_cluster_as_it_moves(open_console):
     cluster.groups = False
     page.get_by_role("alert").wait_for()
     assert "No worker group is up: org/tiny" in page.get_by_role("alert").inner_text()
+    cluster.may_sleep.add("org/tiny")
+    page.get_by_text("Asleep until somebody asks: org/tiny").wait_for()
+    assert page.get_by_role("alert").count() == 0
 
 
 def test_a_chat_streams_and_is_stopped(open_console):
