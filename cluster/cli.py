@@ -107,7 +107,7 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        _fail(message, 2)
+        _fail(f"{message}; {self.prog} --help says more", 2)
 
     def flags(self) -> list[str]:
         return [o for a in self._actions for o in a.option_strings]

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ _CLUSTER_SECONDS = 30.0
 _SOCKET_PATH = 107  # bytes that the path of a socket may have
 _RAY_SUBPATH = 70  # of them that Ray adds to its temporary folder
 _COMMAND_SECONDS = 10.0
+_SERVER_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +71,11 @@ class Facts:
     interfaces: frozenset[str]
     host: str
     port: int
-    port_error: str  # why nothing can listen there; empty: it can
+    port_error: str  # why nothing can listen there; empty: it can, or a server of ours does
     gpus: tuple[str, ...]
     cuda_error: str  # why they cannot be used; empty: they can, or there are none
     env: Mapping[str, str] = field(default_factory=dict)
+    server_there: bool = False  # a server of ours listens at the port
     token_file: str | None = None  # where one lies
     cluster: Mapping[str, Any] | None = None  # what asking the Ray cluster gave; None: not asked
 
@@ -241,7 +244,7 @@ def check_port(facts: Facts) -> Iterable[Finding]:
     if facts.port_error:
         yield Finding("port", "fail", facts.port_error, "end what listens there (ss -ltnp), or serve with --port")
     else:
-        yield Finding("port", "ok", f"{where} is free")
+        yield Finding("port", "ok", f"{where} has a PagedRay server" if facts.server_there else f"{where} is free")
 
 
 def check_interfaces(facts: Facts) -> Iterable[Finding]:
@@ -347,6 +350,7 @@ def probe(host: str, port: int, ray_address: str | None = None) -> Facts:
     gpus = _gpus()
     token = Path("~/.ray/auth_token").expanduser()
     cache = cache_root()
+    there = _is_server(host, port)
     return Facts(
         python=tuple(sys.version_info[:3]),
         packages=_packages(),
@@ -369,7 +373,8 @@ def probe(host: str, port: int, ray_address: str | None = None) -> Facts:
         interfaces=frozenset(name for _, name in socket.if_nameindex()),
         host=host,
         port=port,
-        port_error=_port_error(host, port),
+        port_error="" if there else _port_error(host, port),
+        server_there=there,
         gpus=gpus,
         cuda_error=_cuda_error() if gpus else "",
         env=dict(os.environ),
@@ -460,6 +465,20 @@ def _look_up(name: str) -> tuple[tuple[str, ...], float]:
     thread.start()
     thread.join(_LOOKUP_SECONDS)
     return tuple(sorted(found)), time.monotonic() - began
+
+
+def _is_server(host: str, port: int) -> bool:
+    """Whether a server of ours listens there, by its console."""
+    if not 0 < port <= 65535:
+        return False
+    connection = HTTPConnection({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port, timeout=_SERVER_SECONDS)
+    try:
+        connection.request("GET", "/console/")
+        return b"PagedRay" in connection.getresponse().read(4096)
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 def _port_error(host: str, port: int) -> str:

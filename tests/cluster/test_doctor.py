@@ -4,7 +4,9 @@ import json
 import socket
 import subprocess
 import sys
+import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -142,12 +144,30 @@ def test_the_report_and_its_status(capsys):
 
 
 def test_this_machine_can_be_looked_at():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("127.0.0.1", 0), backlog=1) as taken:
         facts = probe("127.0.0.1", taken.getsockname()[1])
         assert "cannot listen" in facts.port_error
     assert facts.packages["ray"][0].startswith("==") and facts.memory_total >= facts.memory_available > 0
     assert "lo" in facts.interfaces and facts.num_cpus >= 1
     assert any(f.check == "port" and f.level == "fail" for f in diagnose(facts))
+
+
+def test_a_server_of_ours_at_the_port_is_no_trouble():
+    class Console(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<title>PagedRay console</title>")
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Console) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        facts = probe("127.0.0.1", server.server_port)
+        server.shutdown()
+    (port,) = (f for f in diagnose(facts) if f.check == "port")
+    assert port.level == "ok" and "has a PagedRay server" in port.says
 
 
 def test_the_command(tmp_path):
