@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ..scheduler.errors import ConfigError, PagedRayError
-from .chat_client import EndpointError, api_url, error_message
+from .chat_client import EndpointError, api_url, error_message, no_server
 
 PERCENTILES = (50, 95, 99)
 
@@ -260,7 +260,7 @@ async def _first_model(http: Any, url: str) -> str:
         response = await http.get(api_url(url, "models"))
         return response.json()["data"][0]["id"]
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise EndpointError(f"no server at {url}: {error or type(error).__name__}") from None
+        raise no_server(url, error, "--base-url") from None
     except (ValueError, KeyError, IndexError, TypeError):
         raise EndpointError(f"{url} names no model (HTTP {response.status_code}); say --model") from None
 

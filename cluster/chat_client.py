@@ -1,6 +1,7 @@
 """`pagedray chat`: a conversation with any OpenAI endpoint, on plain stdin and stdout."""
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -28,6 +29,12 @@ def server_root(url: str) -> str:
 
 def auth_headers(api_key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+def no_server(url: Any, error: Exception, flag: str = "--url") -> EndpointError:
+    """What to raise where nobody answers at an address, which `flag` would change."""
+    why = re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
+    return EndpointError(f"no server at {url} ({why}): is it running? Another address goes into {flag}")
 
 
 def error_message(status: int, body: bytes) -> str:
@@ -58,7 +65,7 @@ class ChatClient:
         try:
             response = self.http.get(api_url(self.url, "models"))
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise EndpointError(f"no server at {self.url}: {error}") from None
+            raise no_server(self.url, error) from None
         if response.status_code != 200:
             raise EndpointError(error_message(response.status_code, response.content))
         try:

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 from ..scheduler.errors import ConfigError
-from .chat_client import EndpointError, auth_headers, error_message, server_root
+from .chat_client import EndpointError, auth_headers, error_message, no_server, server_root
 
 _POLL_SECONDS = 0.25
 _GRACE_SECONDS = 30.0  # beyond the time that was given, for the group to end
@@ -63,7 +63,7 @@ def _ask(http: httpx.Client, method: str, path: str, **params: float) -> Any:
     try:
         response = http.request(method, path, params=params)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise EndpointError(f"no server at {http.base_url}: {error}") from None
+        raise no_server(http.base_url, error) from None
     if response.status_code >= 400:
         raise EndpointError(error_message(response.status_code, response.content))
     try:

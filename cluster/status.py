@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from .chat_client import EndpointError, auth_headers, error_message, server_root
+from .chat_client import EndpointError, auth_headers, error_message, no_server, server_root
 
 _ASK_SECONDS = 10.0
 _CLEAR = "\x1b[H\x1b[J"
@@ -21,7 +21,7 @@ def read_state(url: str, api_key: str | None) -> State:
     try:
         answer = httpx.get(f"{base}/console/state", headers=auth_headers(api_key), timeout=_ASK_SECONDS)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise EndpointError(f"no server at {base}: {error}; say where it is with --url") from None
+        raise no_server(base, error) from None
     if answer.status_code == 401:
         raise EndpointError(f"{base} wants a key: --api-key, or OPENAI_API_KEY")
     if answer.status_code != 200:
