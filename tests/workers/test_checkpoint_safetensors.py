@@ -160,6 +160,15 @@ def test_tensors_that_do_not_fit_are_refused_by_name(saved, case):
     assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value)
 
 
+def test_what_cannot_be_read_is_not_called_damaged(saved):
+    """A folder here, for root may read any file: the library says of both that they are missing."""
+    folder, _ = saved()
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read: Is a directory"):
+        open_checkpoint(str(folder))
+
+
 def test_damaged_files_are_refused(saved):
     folder, _ = saved()
     file = folder / "model.safetensors"

@@ -85,6 +85,10 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
 
 def _open(path: Path):
     try:
+        path.open("rb").close()  # safe_open takes what it may not read for missing
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is damaged or truncated: {error}") from None
