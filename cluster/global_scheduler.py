@@ -136,6 +136,12 @@ class StoreReport:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreAnswer:
+    known: bool  # False: something is missing, send everything
+    num_groups: int  # that publish there
+
+
+@dataclass(frozen=True, slots=True)
 class FetchStats:
     """Running totals of a group's fetches from one kind of place that ended in one way."""
 
@@ -442,16 +448,24 @@ class GlobalScheduler:
         so_far = self.fetches.get(key) or FetchStats(self.groups[group_id].model, *key)
         self.fetches[key] = so_far.plus(ended)
 
-    async def report_store(self, report: StoreReport) -> bool:
-        """What a node's KV store has. False: something is missing, send everything."""
+    async def report_store(self, report: StoreReport) -> StoreAnswer:
+        """What a node's KV store has."""
+        num_groups = sum(info.capacity.node == report.node_id for info in self.groups.values())
         sources = self.dispatcher.sources
         if report.node_id not in sources:
             if report.blocks is None or not report.blocks.snapshot:
-                return False
+                return StoreAnswer(False, num_groups)
             sources.add(report.node_id, report.node_id)
         self.stores[report.node_id] = report.stats
         self.store_heard[report.node_id] = time.monotonic()
-        return report.blocks is None or self.dispatcher.block_events(report.node_id, report.blocks)
+        known = report.blocks is None or self.dispatcher.block_events(report.node_id, report.blocks)
+        return StoreAnswer(known, num_groups)
+
+    async def remove_store(self, node_id: str) -> None:
+        """It ends, and says so."""
+        self.dispatcher.sources.remove(node_id)
+        self.stores.pop(node_id, None)
+        self.store_heard.pop(node_id, None)
 
     async def drain_group(self, group_id: str, leave_within: float | None = None) -> bool:
         """Give a group nothing more; with `leave_within` have it move what it has and end, in so many seconds.
@@ -534,8 +548,7 @@ class GlobalScheduler:
                 await self.remove_group(group_id, "silent")
             for node_id in [n for n, heard in self.store_heard.items() if now - heard > SILENCE_SECONDS]:
                 logger.warning("the KV store of node %s has been silent for %.0f s", node_id, SILENCE_SECONDS)
-                self.dispatcher.sources.remove(node_id)
-                del self.stores[node_id], self.store_heard[node_id]
+                await self.remove_store(node_id)
             for ingress_id in [i for i, asked in self.last_asked.items() if now - asked > _KEEP_NEWS_SECONDS]:
                 del self.last_asked[ingress_id]
                 self.news.pop(ingress_id, None)

@@ -258,7 +258,8 @@ class KVConnector:
         budget = self.config.store_memory or int(
             _STORE_SHARE * await asyncio.to_thread(_object_store_bytes, self.node_id)
         )
-        await asyncio.wait_for(store.join.remote(self.group_id, budget, self.leader, self.packers), 3 * CALL_TIMEOUT)
+        joined = store.join.remote(self.group_id, budget, self.config.store_idle_seconds, self.leader, self.packers)
+        await asyncio.wait_for(joined, 3 * CALL_TIMEOUT)
         return store
 
 

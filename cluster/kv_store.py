@@ -4,6 +4,8 @@ It calls the ranks that hold a run of blocks, and what they return is an object 
 caller the owner, so the object stays when the worker dies, and other nodes read it through Ray's object manager. (What
 a worker puts into the object store itself dies with the worker.) It never looks at the bytes.
 
+To Ray a node with an actor is not idle, so a store without a group on its node goes after a while, and the node can.
+
 Its byte budget is its own: what does not fit is dropped by what it is worth (`scheduler.run_store`). Ray would rather
 spill to disk, which is slower than computing.
 """
@@ -22,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ..scheduler.prefix_index import pack, unpack
 from ..scheduler.run_store import Run, RunStore
 from . import global_scheduler
-from .global_scheduler import CALL_TIMEOUT, FORGOTTEN_SECONDS, NAMESPACE, StoreReport, StoreStats
+from .global_scheduler import CALL_TIMEOUT, FORGOTTEN_SECONDS, NAMESPACE, StoreAnswer, StoreReport, StoreStats
 
 if TYPE_CHECKING:
     from ..workers.kv_piece import KVPiece
@@ -79,16 +81,20 @@ class KVStore:
         self.leases: dict[int, tuple[list[Run], asyncio.TimerHandle]] = {}
         self.num_leases = 0
         self.num_reads = self.num_published = self.num_refused = self.num_failed = 0
+        self.idle_seconds = 0.0  # without a group here, after which it goes
         self._news = asyncio.Event()
         self._awaiting: list[asyncio.Future[None]] = []  # the next report
         self._reporter = asyncio.get_running_loop().create_task(self._report_for_ever())
 
     # -- what leaders on this node call -------------------------------------------------------------------------------
 
-    async def join(self, group_id: str, budget: int, leader: ActorHandle, packers: Sequence[ActorHandle]) -> None:
-        """A group will offer blocks. The budget is the largest that any has asked for."""
+    async def join(
+        self, group_id: str, budget: int, idle_seconds: float, leader: ActorHandle, packers: Sequence[ActorHandle]
+    ) -> None:
+        """A group will offer blocks. Budget and time without any group are the largest that any has asked for."""
         self.members[group_id] = _Member(leader, tuple(packers))
         self.runs.budget = max(self.runs.budget, budget)
+        self.idle_seconds = max(self.idle_seconds, idle_seconds)
 
     async def publish(self, group_id: str, offer: KVOffer) -> str:
         """Take a run, if it is worth it. The group keeps its blocks as they are until this returns.
@@ -184,8 +190,10 @@ class KVStore:
             self._news.set()
 
     async def _report_for_ever(self) -> None:
-        """Tell the global scheduler what is here, as it changes and once a second; end when there is none any more."""
+        """Tell the global scheduler what is here, as it changes and once a second; end when there is none any more, or
+        no group here."""
         snapshot, last_heard = True, time.monotonic()
+        last_used = last_heard
         while True:
             if not snapshot:
                 try:
@@ -198,8 +206,16 @@ class KVStore:
             report = StoreReport(self.node_id, events, await self.stats())
             try:
                 calls = [s.report_store.remote(report) for s in self.schedulers]
-                known = all(await asyncio.wait_for(asyncio.gather(*calls), CALL_TIMEOUT))
+                answers: list[StoreAnswer] = await asyncio.wait_for(asyncio.gather(*calls), CALL_TIMEOUT)
+                known = all(answer.known for answer in answers)
                 snapshot, last_heard = not known, time.monotonic()
+                if self.leases or any(answer.num_groups for answer in answers):
+                    last_used = last_heard
+                elif last_heard - last_used > max(self.idle_seconds, FORGOTTEN_SECONDS):
+                    logger.info("the store of node %s goes: it has had no group for a while", self.node_id)
+                    gone = [s.remove_store.remote(self.node_id) for s in self.schedulers]
+                    await asyncio.wait_for(asyncio.gather(*gone), CALL_TIMEOUT)
+                    break
                 if known:
                     for future in self._awaiting[:awaiting]:
                         if not future.done():  # else nobody waits any longer
@@ -213,7 +229,7 @@ class KVStore:
                     break
                 snapshot = True
                 await asyncio.sleep(_REPORT_SECONDS)
-        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)  # its application is gone
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
 def _name(application: str, node_id: str) -> str:

@@ -92,6 +92,7 @@ class KVTransferConfig:
     publish_min_tokens: int = 256  # shorter prefixes are published when they are seen again, or about to be evicted
     fetch_weight: float = 1.0  # of waiting against computing; 0: fetch whatever there is
     fetch_timeout: float = 30.0  # seconds, at most; what is late by its prediction is given up before
+    store_idle_seconds: float = 300.0  # that a store outlives the last group of its node
 
     @classmethod
     def of(cls, raw: Any) -> "KVTransferConfig":
@@ -106,7 +107,7 @@ class KVTransferConfig:
         more = raw.get("kv_connector_extra_config") or {}
         if not isinstance(more, dict):
             raise ConfigError(f"{extra} must be a mapping, not {more!r}")
-        _check_keys(extra, more, ("store_memory", "publish_min_tokens", "fetch_weight", "fetch_timeout"))
+        _check_keys(extra, more, tuple(f.name for f in fields(cls)[2:]))
         given = {k: v for k, v in raw.items() if k == "kv_connector" or (k == "kv_role" and v is not None)}
         given |= {k: v for k, v in more.items() if v is not None}
         if "store_memory" in given:
@@ -123,6 +124,9 @@ class KVTransferConfig:
             raise ConfigError(f"{extra}.fetch_weight must be a number, 0 or more, not {weight!r}")
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
             raise ConfigError(f"{extra}.fetch_timeout must be seconds, over 0, not {timeout!r}")
+        idle = config.store_idle_seconds
+        if isinstance(idle, bool) or not isinstance(idle, int | float) or not 0 <= idle < math.inf:
+            raise ConfigError(f"{extra}.store_idle_seconds must be seconds, 0 or more, not {idle!r}")
         return config
 
     @property

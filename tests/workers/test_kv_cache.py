@@ -262,6 +262,10 @@ def test_sizes_that_are_none_are_refused(size):
             {"kv_transfer_config": {"kv_connector_extra_config": {"fetch_timeout": -1}}},
             "kv_connector_extra_config.fetch_timeout must be seconds, over 0, not -1",
         ),
+        (
+            {"kv_transfer_config": {"kv_connector_extra_config": {"store_idle_seconds": "long"}}},
+            "kv_connector_extra_config.store_idle_seconds must be seconds, 0 or more, not 'long'",
+        ),
     ],
     ids=str,
 )
