@@ -56,7 +56,9 @@ class Network:
         self.hosts: list[Host] = []
         self._bridges = [self.name]
         try:
-            _run("ip", "link", "add", self.name, "type", "bridge")
+            # An address of its own: else it has that of a port, and another one when that host is killed; then what the
+            # hosts send to this process is lost for half a minute.
+            _run("ip", "link", "add", self.name, "address", _card(self.address), "type", "bridge")
             _run("ip", "address", "add", f"{self.address}/24", "dev", self.name)
             _run("ip", "link", "set", self.name, "up")
             self.hosts += [Host(self, i, f"{self._subnet}.{10 + i}", shm_bytes) for i in range(1, num_hosts + 1)]
@@ -122,9 +124,8 @@ class Host:
         (self.folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # refuses at once: nothing waits for it
         space = f"{self.network.name}-{self.name}"
         _run("ip", "netns", "add", space)
-        card = "02:00:" + ":".join(f"{int(part):02x}" for part in self.address.split("."))  # the same after a restart
         cable = ("ip", "link", "add", self.link, "type", "veth", "peer", "name", "eth0")
-        _run(*cable, "address", card, "netns", space)
+        _run(*cable, "address", _card(self.address), "netns", space)
         _run("ip", "link", "set", self.link, "master", self.network.name, "up")
         inside = ("ip", "-n", space)
         _run(*inside, "address", "add", f"{self.address}/24", "dev", "eth0")
@@ -282,6 +283,11 @@ def _claim() -> tuple[str, Path, str]:
         except OSError:
             shutil.rmtree(made)
     raise Unavailable("every subnet that was tried is taken")
+
+
+def _card(address: str) -> str:
+    """The address of the network card that has this one: the same after a restart."""
+    return "02:00:" + ":".join(f"{int(part):02x}" for part in address.split("."))
 
 
 def _identity(pid: int) -> tuple[int, str]:

@@ -97,6 +97,15 @@ def test_hosts_can_be_cut_off_slowed_and_lost(network):
     assert connect(second, first) == "hello"
 
 
+def test_a_lost_host_does_not_change_the_way_to_this_process(network):
+    """Whose card the others know; a bridge without an address of its own takes that of one of its ports."""
+    card = Path(f"/sys/class/net/{network.name}/address")
+    before = card.read_text()
+    for host in network.hosts:
+        host.kill()
+        assert card.read_text() == before
+
+
 def test_a_slow_host(network):
     first, second = network.hosts
     listen(first)

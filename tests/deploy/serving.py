@@ -30,18 +30,19 @@ class Cluster:
         command = [sys.executable, "-m", "ray.serve.scripts", "deploy", str(path), "--address", "http://127.0.0.1:8265"]
         self.host.run(*command, env=TOKEN, timeout=120)
 
-    def application(self):
+    def application(self, name="pagedray"):
         """The application, as Serve's REST interface describes it."""
         headers = {"Authorization": f"Bearer {TOKEN['RAY_AUTH_TOKEN']}"}
         answer = httpx.get(f"http://{self.host.address}:8265/api/serve/applications/", headers=headers, timeout=30)
-        return answer.raise_for_status().json()["applications"]["pagedray"]
+        return answer.raise_for_status().json()["applications"][name]
 
-    def wait_for(self, status, seconds=120, why=""):
-        """Until the application has this status and says this."""
+    def wait_for(self, status, seconds=120, why="", name="pagedray"):
+        """Until the application has this status and says this, or one of its deployments does."""
         deadline = time.monotonic() + seconds
         while True:
-            app = self.application()
-            if app["status"] == status and why in app["message"]:
+            app = self.application(name)
+            said = [app["message"], *(d["message"] for d in app["deployments"].values())]
+            if app["status"] == status and any(why in text for text in said):
                 return app
             assert time.monotonic() < deadline, app
             time.sleep(0.2)
@@ -99,8 +100,10 @@ def section(model_id, folder, **engine):
     return {"model_loading_config": {"model_id": model_id, "model_source": folder}, "engine_kwargs": kwargs}
 
 
-def start_ray(host: Host, *options: str, head: Host | None = None) -> None:
+def start_ray(host: Host, *options: str, head: Host | None = None, **env: str) -> None:
     """`ray start`: a head with the dashboard, where Serve's REST interface is, or a node of `head`'s cluster."""
     role = ["--head", "--dashboard-host=0.0.0.0"] if head is None else [f"--address={head.address}:6379"]
     sizes = [f"--object-store-memory={100 * 2**20}", "--disable-usage-stats", f"--node-ip-address={host.address}"]
-    host.run(sys.executable, "-m", "ray.scripts.scripts", "start", *role, *sizes, *options, env=TOKEN, timeout=300)
+    host.run(
+        sys.executable, "-m", "ray.scripts.scripts", "start", *role, *sizes, *options, env=TOKEN | env, timeout=300
+    )

@@ -49,7 +49,9 @@ def test_ray_and_pagedray_run_confined(start_hosts, tiny_folder, tmp_path):
 
 def confine(host, model):
     """Make the host's file system readable for everybody and writable nowhere but where pods have volumes."""
-    for folder in (host.network.folder, host.folder, *Path(model).parents):
+    for file in Path(model).iterdir():
+        file.chmod(0o644)  # some are written for their owner alone
+    for folder in (host.network.folder, host.folder, Path(model), *Path(model).parents):
         if folder.stat().st_uid == 0 and folder not in (Path("/"), Path("/tmp")):
             folder.chmod(0o755)
     root, python = Path("/root"), Path(sys.executable).resolve()

@@ -9,8 +9,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+import tiny_model
 import yaml
 from serving import Cluster, Load, section, start_ray
+from test_serve_llm_documents import ON_KUBERAY
+
+from pagedray.cluster.config import IMPORT_PATH
 
 pytestmark = [
     pytest.mark.serve,
@@ -27,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 def cluster(start_hosts, tmp_path_factory):
     with start_hosts(1) as network:
         (host,) = network.hosts
-        start_ray(host, "--num-cpus=4")
+        start_ray(host, "--num-cpus=4", HF_HOME=str(host.home))
         yield Cluster(host, tmp_path_factory.mktemp("serve"))
 
 
@@ -89,6 +93,28 @@ def test_a_document_changes_while_it_runs_and_no_request_is_dropped(cluster, tin
         assert time.monotonic() < deadline
         time.sleep(0.2)
     assert cluster.processes("ServeReplica:pagedray:Ingress") == ingress
+
+
+def test_a_document_of_ray_serve_llm_is_served_with_only_its_import_path_changed(cluster, tiny_llama):
+    """That of KubeRay's guide; a tiny model goes by the name of its own on the hub."""
+    repository = cluster.host.home / "hub" / "models--Qwen--Qwen2.5-7B-Instruct"
+    tiny_model.save(tiny_llama, repository / "snapshots" / "0", kind="Qwen2")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0")
+    document = cluster.folder / "llm.yaml"
+    document.write_text(
+        ON_KUBERAY.replace("ray.serve.llm:build_openai_app", IMPORT_PATH) + "http_options: {host: 0.0.0.0}\n"
+    )
+    cluster.deploy_file(document)
+    cluster.wait_for("RUNNING", 240, name="llms")
+    answer = cluster.complete("qwen2.5-7b-instruct")
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4, answer.text
+    # and one that asks for a GPU, where there is none, waits for a node that has one, and says so
+    with_gpu = yaml.safe_load(document.read_text())
+    with_gpu["applications"][0]["args"]["llm_configs"][0]["accelerator_type"] = "A10G"
+    document.write_text(yaml.safe_dump(with_gpu))
+    cluster.deploy_file(document)
+    cluster.wait_for("DEPLOYING", 120, name="llms", why="accelerator_type:A10G")
 
 
 def test_the_probes_of_the_manifests_are_answered(cluster, tiny_folder):

@@ -45,6 +45,7 @@ class Transcript:
         for name, address in self.names.items():
             output = output.replace(address, name)
         chosen = [line.rstrip() for line in output.split("\n") if re.search(keep or r"\S", line)]
+        chosen = [re.sub(r"^\d{4}-\d\d-\d\d [\d:,]+\s+", "", line) for line in chosen]  # Ray's own clock
         self.lines += [f"$ {shown or command}", *(line[:150] for line in chosen), f"# {took:.1f} s", ""]
         print("\n".join(self.lines[-len(chosen) - 3 :]), flush=True)
 
@@ -70,7 +71,7 @@ def serve_yaml() -> None:
         shell.run(ASK)
         wrong = "sed s/max_model_len/max_modell_len/ configs/serve-local.yaml > /tmp/ray/wrong.yaml"
         shell.run(f"{wrong}; serve deploy /tmp/ray/wrong.yaml", keep="successfully|error")
-        shell.run("until serve status | grep -o 'ConfigError.*'; do sleep 0.2; done")
+        shell.run("until serve status | grep -o 'ConfigError: .*'; do sleep 0.2; done")
         shell.run(ASK)
         limit = "sed 's/      llm_configs:/      scheduler: {max_queued_requests: 64}\\n&/' configs/serve-local.yaml"
         shell.run(f"{limit} > /tmp/ray/limit.yaml; serve deploy /tmp/ray/limit.yaml", keep="successfully|error")
@@ -101,9 +102,9 @@ def ray_up() -> None:
         env = {"RAY_AUTH_MODE": "token"}
         names = {"HEAD": head.address, "WORKER": worker.address, "configs/ray-up-local.yaml": str(file)}
         shell = Transcript(laptop, env, names | {"serve-two-machines.yaml": str(across)})
-        shell.run("ray get-auth-token --generate > /dev/null")
+        shell.run("ray get-auth-token --generate", keep="^$")
         up = f"RAY_UP_enable_autoscaler_v2=0 ray up -y {CONFIGS['local'].relative_to(ROOT)}"
-        shell.run(up, keep=r"^\s*\[\d/7\]|Ray runtime started|New status|error")
+        shell.run(up, keep="Ray runtime started|New status| ERR")
         shell.run("serve deploy serve-two-machines.yaml --address http://HEAD:8265", keep="successfully|error")
         shell.run(UP)
         shell.run(ASK)
@@ -117,7 +118,7 @@ def ray_up() -> None:
         shell.run(up.replace("ray up", "ray down"), keep="Stopp|shut down|error")
         ssh = f"ssh -o StrictHostKeyChecking=no -i {laptop.home}/key"
         stop = """bash -ic "'ray stop'" """
-        shell.run(f"{ssh} WORKER {stop}", shown=f"ssh WORKER {stop}", keep="Stopped")
+        shell.run(f"{ssh} WORKER {stop}", shown=f"ssh WORKER {stop.strip()}", keep="Stopped")
         for name in ("HEAD", "WORKER"):
             left = "ps -eo args | grep -c '[r]aylet'"
             shell.run(f"{ssh} {name} {left} || true", shown=f"ssh {name} {left}", keep=r"^\d+$")
