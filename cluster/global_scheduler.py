@@ -42,6 +42,7 @@ _POLL_SECONDS = 2.0
 _WATCH_SECONDS = 1.0
 _SHORTEST_WAIT = 0.001  # seconds between decisions that nothing but time has caused
 _KEEP_NEWS_SECONDS = 60.0  # for an ingress that does not ask
+_HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives the node where GCS and Serve's controller are
 FORGOTTEN_SECONDS = 30.0  # ingresses and groups call every two seconds; after this long without, it ends itself
 SILENCE_SECONDS = 10.0  # a group reports twice a second; after this long without, it is taken for dead
 
@@ -642,5 +643,6 @@ def connect(application: str, shard: int = 0) -> ActorHandle:
         max_restarts=-1,
         max_concurrency=10_000,  # every ingress has a call open
         scheduling_strategy="DEFAULT",  # not in the placement group of whoever asks: it would die with it
+        resources={_HEAD_NODE: 0.001},  # other nodes come and go, and no drain would move it
         num_cpus=0,
     ).remote(application, shard)

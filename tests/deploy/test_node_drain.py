@@ -33,6 +33,7 @@ def test_a_node_is_left_before_it_goes_and_no_request_is_dropped(start_hosts, ti
         def groups(host):
             return [t for t in host.processes().values() if t.startswith(("ray::ServeReplica", "ray::Leader"))]
 
+        assert cluster.processes("GlobalScheduler"), "on the head: a drain moves replicas alone"
         leaving, staying = (first, second) if groups(first) else (second, first)
         assert groups(leaving) and not groups(staying)
         load = Load(cluster, "a")
