@@ -258,7 +258,9 @@ class KVConnector:
         budget = self.config.store_memory or int(
             _STORE_SHARE * await asyncio.to_thread(_object_store_bytes, self.node_id)
         )
-        joined = store.join.remote(self.group_id, budget, self.config.store_idle_seconds, self.leader, self.packers)
+        joined: Any = store.join.remote(
+            self.group_id, budget, self.config.store_idle_seconds, self.leader, self.packers
+        )
         await asyncio.wait_for(joined, 3 * CALL_TIMEOUT)
         return store
 

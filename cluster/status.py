@@ -95,7 +95,7 @@ def status_text(state: State) -> str:
     )
     parts.append(
         table(
-            ["NODE", "NAME", "CPUS", "GPUS", "INGRESSES", "KV STORE"],
+            ["NODE", "NAME", "RAY'S CPUS", "GPUS", "INGRESSES", "KV STORE"],
             [
                 [
                     n["address"],
@@ -103,7 +103,7 @@ def status_text(state: State) -> str:
                     f"{n['cpus']:g}",
                     f"{n['gpus']:g}",
                     sum(i["node"] == n["id"] for i in state["ingresses"]),
-                    f"{n['store_bytes'] / 2**20:.0f} of {n['store_budget'] / 2**20:.0f} MiB",
+                    _mebibytes(n["store_bytes"], n["store_budget"]),
                 ]
                 for n in state["nodes"]
             ],
@@ -111,7 +111,7 @@ def status_text(state: State) -> str:
     )
     parts.append(
         table(
-            ["TENANT", "MODEL", "QUEUED", "AT GROUPS", "COMPUTED", "CACHED", "GENERATED"],
+            ["TENANT", "MODEL", "QUEUED", "AT GROUPS", "PROMPT COMPUTED", "PROMPT CACHED", "GENERATED"],
             [
                 [
                     t["tenant"] or "(others)",
@@ -153,7 +153,7 @@ def top_text(before: State, now: State, seconds: float) -> str:
         "  ".join(waits),
     ]
     groups = table(
-        ["GROUP", "MODEL", "RUNNING", "WAITING", "KV IN USE", "STEPS/S", "COMPUTED/S"],
+        ["GROUP", "MODEL", "RUNNING", "WAITING", "KV IN USE", "STEPS/S", "TOKENS IN THEM/S"],
         [
             [
                 g["id"],
@@ -168,7 +168,7 @@ def top_text(before: State, now: State, seconds: float) -> str:
         ],
     )
     tenants = table(
-        ["TENANT", "MODEL", "QUEUED", "AT GROUPS", "GENERATED/S", "COMPUTED/S", "CACHED/S"],
+        ["TENANT", "MODEL", "QUEUED", "AT GROUPS", "GENERATED/S", "PROMPT COMPUTED/S", "PROMPT CACHED/S"],
         [
             [
                 t["tenant"] or "(others)",
@@ -223,6 +223,10 @@ def _printable(text: str) -> str:
 
 def _percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f}%" if whole else "-"
+
+
+def _mebibytes(part: float, whole: float) -> str:
+    return f"{part / 2**20:.0f} of {whole / 2**20:.0f} MiB" if whole else "-"
 
 
 def _seconds(value: float | None) -> str:

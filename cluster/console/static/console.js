@@ -137,7 +137,7 @@ function showMap(state) {
   const cards = state.nodes.map((node) => {
     const here = state.groups.filter((group) => group.nodes.includes(node.id));
     const ingresses = state.ingresses.filter((ingress) => ingress.node === node.id).length;
-    const parts = [`${format.format(node.cpus)} CPU${node.cpus === 1 ? "" : "s"}`];
+    const parts = [`${format.format(node.cpus)} CPU${node.cpus === 1 ? "" : "s"} in Ray`];
     if (node.gpus) parts.push(`${format.format(node.gpus)} GPU${node.gpus === 1 ? "" : "s"}`);
     if (ingresses) parts.push(ingresses === 1 ? "1 ingress" : `${ingresses} ingresses`);
     const card = make("article", { class: "node" }, make("h3", {}, node.address || node.id.slice(0, 8), make("span", {}, parts.join(", "))));
