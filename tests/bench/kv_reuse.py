@@ -2,16 +2,22 @@
 
     python tests/bench/kv_reuse.py MODEL --hosts 2        # other node; needs root: hosts are network namespaces
     python tests/bench/kv_reuse.py MODEL                  # same node: two groups on this machine
+    python tests/bench/kv_reuse.py MODEL --publish        # what publishing costs those who generate meanwhile
 
-Two groups that take one request at a time. A prompt is computed by one of them; while a stream keeps that one busy, it
-is asked again, which goes to the other: that is the fetch, and once more is the device. It was computed beside a stream
-of the other group, too. Every line is the median of `--rounds` prompts, so ratios are of one run. The groups share this
-machine's cores with each other and with whatever runs on it.
+Two groups, and nothing else for them to do. A prompt is computed by one of them; while that one's leader is stopped, it
+is asked again, which goes to the other: that is the fetch, and once more is the device. Every line is the median of
+`--rounds` prompts, so ratios are of one run. The groups share this machine's cores with whatever runs on it.
+
+`--publish` runs one engine in this process. Its decode steps are timed in turns with and without a thread that packs
+runs of blocks without a pause, as the leader's does while a prompt is published, and the work that the engine's own
+thread does for it.
 """
 
 import argparse
 import json
+import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -51,61 +57,121 @@ def wait_until(condition, seconds: float, what: str) -> None:
         time.sleep(0.05)
 
 
-class Busy:
-    """A stream that continues a prompt, and so keeps the group busy that has it."""
+class Paused:
+    """A leader that is stopped for a moment: its reports grow old, so that what comes goes to the other group."""
 
-    def __init__(self, url: str, prompt: list[int]):
-        self.over = threading.Event()
-        self.thread = threading.Thread(target=self._run, args=(url, prompt))
-        self.thread.start()
-        wait_until(lambda: metric(url, "pagedray_num_requests_running") >= 1, 60, "the stream runs")
-        time.sleep(0.5)
+    def __init__(self, pid: int):
+        self.pid = pid
 
-    def _run(self, url: str, prompt: list[int]) -> None:
-        body = {"model": "m", "prompt": prompt, "max_tokens": 2000, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=300) as answer:
-            for _ in answer.iter_lines():
-                if self.over.is_set():
-                    return
+    def __enter__(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+        time.sleep(1.2)  # well below what it may be silent for
 
-    def end(self) -> None:
-        self.over.set()
-        self.thread.join()
+    def __exit__(self, *_: object) -> None:
+        os.kill(self.pid, signal.SIGCONT)
 
 
-def measure(url: str, lengths: list[int], rounds: int, source: str) -> None:
+def leaders() -> list[int]:
+    """The processes of worker groups' leaders on this machine, namespaces or not."""
+    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return [pid for pid in pids if _read(pid, "cmdline").startswith("ray::Leader")]
+
+
+def cpu_time(pid: int) -> int:
+    fields = _read(pid, "stat").rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def _read(pid: int, name: str) -> str:
+    try:
+        return (Path("/proc") / str(pid) / name).read_text()
+    except OSError:
+        return ""
+
+
+def measure(url: str, pids: list[int], lengths: list[int], rounds: int, source: str) -> None:
     draw = random.Random(0)
     for _ in range(12):  # both groups learn what their steps take
         ttft(url, [draw.randrange(10, 40000) for _ in range(600)])
     for length in lengths:
-        cold, fetched, device, late = [], [], [], 0
+        cold, fetched, device, computed = [], [], [], 0
         for _ in range(rounds):
             prompt = [draw.randrange(10, 40000) for _ in range(length)]
             runs = metric(url, "pagedray_kv_store_published_total")
-            busy = Busy(url, [draw.randrange(10, 40000) for _ in range(32)])
+            before = {pid: cpu_time(pid) for pid in pids}
             cold.append(ttft(url, prompt)[0])
-            busy.end()
-            wait_until(lambda: metric(url, "pagedray_num_requests_running") == 0, 60, "nothing runs")
+            holder = max(pids, key=lambda pid: cpu_time(pid) - before[pid])
             wait_until(lambda: metric(url, "pagedray_kv_store_published_total") > runs, 60, "it is published")  # noqa: B023
             time.sleep(1.5)
-            busy = Busy(url, prompt)
-            before = metric(url, "pagedray_kv_fetches_total")
-            seconds, _ = ttft(url, prompt)
+            fetches = metric(url, "pagedray_kv_fetches_total")
+            with Paused(holder):
+                seconds, _ = ttft(url, prompt)
             time.sleep(0.7)  # a group reports twice a second
-            if metric(url, "pagedray_kv_fetches_total") > before:
+            if metric(url, "pagedray_kv_fetches_total") > fetches:
                 fetched.append(seconds)
             else:
-                late += 1  # it was computed: fetching would not have been faster, the scheduler thought
+                computed += 1  # fetching would not have been faster, the scheduler thought
             device.append(ttft(url, prompt)[0])
-            busy.end()
-            wait_until(lambda: metric(url, "pagedray_num_requests_running") == 0, 60, "nothing runs")
         shown = {"recompute": cold, source: fetched, "device": device}
         medians = {name: statistics.median(times) for name, times in shown.items() if times}
         line = ", ".join(f"{name} {1000 * t:.0f} ms" for name, t in medians.items())
         ratio = f", {source} / recompute {medians[source] / medians['recompute']:.2f}" if fetched else ""
-        print(f"{length} tokens: {line}{ratio}" + (f", computed instead {late} times" if late else ""), flush=True)
+        print(
+            f"{length} tokens: {line}{ratio}" + (f", computed instead {computed} times" if computed else ""), flush=True
+        )
     seconds, predicted = (metric(url, f"pagedray_kv_fetch_{n}_total") for n in ("seconds", "predicted_seconds"))
     print(f"fetches took {seconds:.2f} s, and were reckoned to take {predicted:.2f} s")
+
+
+def publish_cost(model: str, batch: int, rounds: int) -> None:
+    """Milliseconds of a decode step of `batch` sequences, alone and while runs of blocks are packed beside it."""
+    from pagedray.cluster.kv_connector import KVThreads
+    from pagedray.scheduler.request import Request, SamplingParams
+    from pagedray.workers.config import EngineConfig
+    from pagedray.workers.engine import Engine
+
+    settings = {"max_model_len": 2048, "max_num_seqs": batch, "cpu_threads": 1, "kv_cache_memory": "512MiB"}
+    engine = Engine(EngineConfig.from_kwargs(model=model, **settings), shares_kv=True)
+    draw = random.Random(0)
+    sampling = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True, seed=0)
+    for i in range(batch):
+        engine.add_request(Request(str(i), tuple(draw.randrange(10, 40000) for _ in range(300)), sampling))
+    while engine.stats().num_waiting or any(not output.token_ids for output in engine.step()):
+        pass
+    began = time.perf_counter()
+    offers = engine.take_publications()
+    taking = time.perf_counter() - began
+    threads = KVThreads(engine.executor.worker.kv_port)
+    publications = [publication for publication, _ in offers]
+    blocks = len(publications[0].block_ids)
+    print(f"{len(publications)} runs of {blocks} blocks; to order them took {1000 * taking:.2f} ms")
+
+    def steps(number: int) -> list[float]:
+        times = []
+        for _ in range(number):
+            at = time.perf_counter()
+            engine.step()
+            times.append(time.perf_counter() - at)
+        return times
+
+    alone, beside, packing = [], [], []
+    for _ in range(rounds):
+        alone += steps(20)
+        over = threading.Event()
+
+        def pack() -> None:
+            while not over.is_set():  # noqa: B023
+                at = time.perf_counter()
+                threads.port.pack(draw.choice(publications).block_ids)
+                packing.append(time.perf_counter() - at)
+
+        work = threads.packing.submit(pack)
+        beside += steps(20)
+        over.set()
+        work.result(60)
+    before, during, packed = (1000 * statistics.median(times) for times in (alone, beside, packing))
+    print(f"a decode step of {batch}: {before:.1f} ms, {during:.1f} ms while runs are packed ({during / before:.2f})")
+    print(f"packing {blocks * engine.block_bytes / 2**20:.1f} MiB took {packed:.1f} ms")
 
 
 def main() -> None:
@@ -114,10 +180,15 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=1, choices=[1, 2])
     parser.add_argument("--lengths", default="256,1024,4096")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--publish", action="store_true")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a decode step, with --publish")
     args = parser.parse_args()
+    if args.publish:
+        publish_cost(args.model, args.batch, args.rounds)
+        return
     lengths = [int(n) for n in args.lengths.split(",")]
     folder = Path(tempfile.mkdtemp(prefix="kv-", dir="/tmp"))
-    engine = {"max_model_len": 8192, "max_num_seqs": 1, "cpu_threads": 1, "kv_cache_memory": "512MiB"}
+    engine = {"max_model_len": 8192, "cpu_threads": 1, "kv_cache_memory": "512MiB"}
     model = {"model_loading_config": {"model_id": "m", "model_source": args.model}, "engine_kwargs": engine}
     config = folder / "config.yaml"
     config.write_text(json.dumps({"llm_configs": [model | {"deployment_config": {"num_replicas": 2}}]}))
@@ -143,9 +214,10 @@ def run(process: subprocess.Popen, url: str, lengths: list[int], rounds: int, so
         except httpx.HTTPError:
             return False
 
+    others = set(leaders())
     try:
         wait_until(ready, 300, "both groups are up")
-        measure(url, lengths, rounds, source)
+        measure(url, sorted(set(leaders()) - others), lengths, rounds, source)
     finally:
         process.terminate()
         process.wait(60)
