@@ -32,6 +32,7 @@ __all__ = [
     "add_rms_norm",
     "decoder",
     "embedding",
+    "gather_kv_blocks",
     "greedy",
     "linear",
     "log_probs",
@@ -42,6 +43,7 @@ __all__ = [
     "rms_norm",
     "rotary_and_cache",
     "sample",
+    "scatter_kv_blocks",
     "silu_and_mul",
 ]
 
@@ -182,6 +184,18 @@ def rotary_and_cache(
     k_cache, v_cache [num_blocks, num_kv_heads, block_size, D], contiguous.
     """
     _table(q.device.type)["rotary_and_cache"](q, k, v, positions, cos_sin, slot_mapping, k_cache, v_cache)
+
+
+def gather_kv_blocks(run: Tensor, k_cache: Tensor, v_cache: Tensor, block_ids: Tensor) -> None:
+    """Copies blocks of a layer's caches to `run` [2, num_kv_heads, n, block_size, head_dim], K before V, as KV goes to
+    other groups. Caches [num_blocks, num_kv_heads, block_size, head_dim], block_ids int64 [n].
+    """
+    _table(k_cache.device.type)["gather_kv_blocks"](run, k_cache, v_cache, block_ids)
+
+
+def scatter_kv_blocks(run: Tensor, k_cache: Tensor, v_cache: Tensor, block_ids: Tensor, first_head: int = 0) -> None:
+    """Writes `run` [2, h, n, block_size, head_dim] to blocks, all of them different: the h heads from `first_head`."""
+    _table(k_cache.device.type)["scatter_kv_blocks"](run, k_cache, v_cache, block_ids, first_head)
 
 
 def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:

@@ -166,6 +166,16 @@ def rotary_and_cache(
     v_cache[block_ids, :, offsets] = v[cached]
 
 
+def gather_kv_blocks(run: Tensor, k_cache: Tensor, v_cache: Tensor, block_ids: Tensor) -> None:
+    for unit, cache in zip(run, (k_cache, v_cache), strict=True):
+        unit.copy_(cache.index_select(0, block_ids).transpose(0, 1))
+
+
+def scatter_kv_blocks(run: Tensor, k_cache: Tensor, v_cache: Tensor, block_ids: Tensor, first_head: int = 0) -> None:
+    for unit, cache in zip(run, (k_cache, v_cache), strict=True):
+        cache[:, first_head : first_head + unit.shape[0]].index_copy_(0, block_ids, unit.transpose(0, 1))
+
+
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,

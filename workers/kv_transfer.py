@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels import ops
 from ..scheduler.errors import KVTransferError
 from .config import EngineConfig, ModelConfig
 from .cuda import CopyStream
@@ -66,14 +67,17 @@ class KVPort:
         host = copies.host_bytes(num_bytes) if copies else torch.empty(num_bytes, dtype=torch.uint8)
         units = host.view(first.dtype).view(shape)
         crcs = array("I")
-        with copies() if copies else nullcontext():
+        if copies:
+            with copies():
+                run = torch.empty_like(units, device=self._device)
+                for layer, pair in zip(run, self.caches, strict=True):
+                    ops.gather_kv_blocks(layer, *pair, ids)
+                units.copy_(run, non_blocking=True)
+            crcs.extend(_crc(head) for layer in units for kv in layer for head in kv)  # the bytes are there only now
+        else:
             for layer, pair in zip(units, self.caches, strict=True):
-                for unit, cache in zip(layer, pair, strict=True):
-                    unit.copy_(cache.index_select(0, ids).transpose(0, 1), non_blocking=True)
-                    if not copies:
-                        crcs.extend(_crc(head) for head in unit)  # while it is in the core's cache
-        if copies:  # the bytes are there only now
-            crcs.extend(_crc(head) for layer in units for kv in layer for head in kv)
+                ops.gather_kv_blocks(layer, *pair, ids)
+                crcs.extend(_crc(head) for kv in layer for head in kv)  # while it is in the core's cache
         data = host.numpy()
         layers, heads = self.shard.layers, self.shard.kv_heads
         piece = KVPiece(
@@ -111,11 +115,10 @@ class KVPort:
                 expected = crcs[layer - piece.layers[0], :, low:high].reshape(-1).tolist()
                 if [_crc(head) for kv in source for head in kv] != expected:
                     raise KVTransferError(f"KV of layer {layer} is damaged: its checksum is another")
+                values, pair = source[:, :, first : first + len(block_ids)], self.caches[layer - shard.layers.start]
                 with self._copies() if self._copies else nullcontext():
-                    for kv, cache in zip(source, self.caches[layer - shard.layers.start], strict=True):
-                        target = cache[:, wanted[0] - shard.kv_heads.start : wanted[-1] + 1 - shard.kv_heads.start]
-                        values = kv[:, first : first + len(block_ids)].transpose(0, 1)
-                        target.index_copy_(0, ids, self._copies.to_device(values) if self._copies else values)
+                    run = self._copies.to_device(values) if self._copies else values
+                    ops.scatter_kv_blocks(run, *pair, ids, wanted[0] - shard.kv_heads.start)
                 missing.difference_update((layer, head) for head in wanted)
         if missing:
             layer, head = min(missing)

@@ -262,8 +262,10 @@ def _moe(tokens: int) -> None:
 def _kv_blocks() -> None:
     from . import kv_blocks
 
-    caches, ids = [(_empty(64, 8, 64, 128), _empty(64, 8, 64, 128))], _empty(16, dtype=torch.int32)
-    kv_blocks.scatter(kv_blocks.gather(caches, ids), caches, ids)
+    k_cache, v_cache, ids = _empty(64, 8, 64, 128), _empty(64, 8, 64, 128), _empty(16, dtype=torch.int64)
+    run = _empty(2, 8, 16, 64, 128)
+    kv_blocks.gather(run, k_cache, v_cache, ids)
+    kv_blocks.scatter(run, k_cache, v_cache, ids)
 
 
 def _elementwise() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import ops, reference
 from ..reference import AttentionMetadata, PackedLinear
-from . import attention, elementwise, linear, sampling
+from . import attention, elementwise, kv_blocks, linear, sampling
 
 
 def operations(batch_invariant: bool | None = None) -> dict[str, Callable[..., Any]]:
@@ -43,6 +43,8 @@ def operations(batch_invariant: bool | None = None) -> dict[str, Callable[..., A
         "silu_and_mul": elementwise.silu_and_mul,
         "rotary_and_cache": elementwise.rotary_and_cache,
         "paged_attention": paged_attention,
+        "gather_kv_blocks": kv_blocks.gather,
+        "scatter_kv_blocks": kv_blocks.scatter,
         "greedy": sampling.greedy,
         "sample": sampling.sample,
     }

@@ -90,6 +90,8 @@ def _llama_server(workload: Workload, precision: str, place: Place) -> tuple[lis
     slots = workload.concurrency or workload.prompts["count"]
     threads = str(place.threads)
     command = [str(program), "-m", model, "-t", threads, "-tb", threads, "--parallel", str(slots)]
+    if precision != "bf16":
+        command.append("--no-repack")  # with weights that it repacks, this build ends by a segmentation fault
     # Each slot holds the longest request; saving idle slots' prompts elsewhere only costs time here.
     return [*command, "-c", str(slots * MAX_MODEL_LEN // (1 if slots == 1 else 2)), "--cache-ram", "0"], {}
 
