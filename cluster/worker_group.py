@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -236,14 +237,15 @@ class Leader:
             from .text.grammar import GrammarCompiler
 
             self._lap("imports")
+            grammars = partial(GrammarCompiler, ahead=True)  # while the weights are read: no request waits for it
             # Here and not elsewhere: how many threads an operation uses is a setting of the thread that calls it.
             host = ray.util.get_node_ip_address()  # the one that other nodes know, of a host with several
             progress = _show_progress(self.model)
             executor = make_executor(
-                self.config, progress, self._launch, host, GrammarCompiler, start_timeout=self.load_timeout
+                self.config, progress, self._launch, host, grammars, start_timeout=self.load_timeout
             )
             shares_kv = self.config.kv_transfer_config.shares
-            self.engine = Engine(self.config, grammar_backend=GrammarCompiler, executor=executor, shares_kv=shares_kv)
+            self.engine = Engine(self.config, grammar_backend=grammars, executor=executor, shares_kv=shares_kv)
             self._lap("weights")
             _say(f"warming up {self.model}")
             self.engine.warm_up()

@@ -36,6 +36,7 @@ __all__ = [
     "greedy",
     "linear",
     "log_probs",
+    "mask_tokens",
     "pack_decoder",
     "pack_linear",
     "paged_attention",
@@ -261,6 +262,15 @@ def native_library() -> Any:
     """The CPU library that the operations run on, for `kernels.cpu.shared_group`; None where they run on PyTorch."""
     known = _table("cpu").get("native_library")
     return known() if known else None
+
+
+def mask_tokens(logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
+    """logits[rows[i], t] = -inf, in place, for every token t that `allowed[i]` does not name.
+
+    logits fp32 [B, V]; rows int64 [n], no row twice; allowed int32 [n, words], where bit t % 32 of word t // 32 stands
+    for token t, as grammar libraries write it; tokens past the last word are not allowed.
+    """
+    _table(logits.device.type)["mask_tokens"](logits, rows, allowed)
 
 
 def greedy(logits: Tensor) -> Tensor:

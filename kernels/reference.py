@@ -271,6 +271,15 @@ def decoder(
     return x
 
 
+def mask_tokens(logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
+    rows, allowed = rows.to(logits.device), allowed.to(logits.device)
+    bits = allowed.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=logits.device) & 1
+    known = bits.flatten(1)[:, : logits.shape[1]] == 1
+    banned = torch.ones(len(rows), logits.shape[1], dtype=torch.bool, device=logits.device)
+    banned[:, : known.shape[1]] = ~known
+    logits[rows] = logits[rows].masked_fill(banned, -torch.inf)
+
+
 def greedy(logits: Tensor) -> Tensor:
     return logits.argmax(-1)  # PyTorch promises the first of equals
 

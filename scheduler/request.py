@@ -34,6 +34,10 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
     return value
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
     """The form that an answer must have: exactly one of these, with vLLM's names.
@@ -52,9 +56,11 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         if isinstance(self.json, Mapping):
             object.__setattr__(self, "json", dumps(self.json))
-        choice = self.choice
-        if choice is None or isinstance(choice, str) or not all(isinstance(c, str) and c for c in choice):
-            raise InvalidRequest("structured_outputs: choice must be a list of non-empty strings", "structured_outputs")
+        choice: Any = () if self.choice is None else self.choice
+        if choice != () and not (choice and isinstance(choice, list | tuple) and all(_is_text(c) for c in choice)):
+            raise InvalidRequest(
+                "structured_outputs: choice must be a list of one or more non-empty strings", "structured_outputs"
+            )
         object.__setattr__(self, "choice", tuple(choice))
         given = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False, ())]
         if len(given) != 1:

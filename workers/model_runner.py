@@ -14,7 +14,7 @@ from .cuda import Alone, DecodeGraphs
 from .models.decoder import Decoder
 from .parallel import RankGroup
 from .prompt_reader import PromptReader
-from .sampler import MatcherFactory, Sampler, TokenMatcher
+from .sampler import Grammars, Sampler, TokenMatcher
 
 
 @dataclass(slots=True)
@@ -31,10 +31,10 @@ class SequenceState:
     reader: PromptReader | None = None  # until the prompt is computed, where its positions are wanted
 
     @classmethod
-    def of(cls, new: NewSequence, make_matcher: MatcherFactory | None) -> "SequenceState":
+    def of(cls, new: NewSequence, grammars: Grammars | None) -> "SequenceState":
         state = cls(new.sampling, new.index, new.num_prompt_tokens, list(new.token_ids), [])
-        if new.sampling.structured_outputs and make_matcher:
-            state.matcher = make_matcher(new.sampling.structured_outputs, new.token_ids[new.num_prompt_tokens :])
+        if new.sampling.structured_outputs and grammars:
+            state.matcher = grammars(new.sampling.structured_outputs, new.token_ids[new.num_prompt_tokens :])
         state.pooling, num_logprobs = new.pooling, new.sampling.prompt_logprobs
         if (new.pooling or num_logprobs is not None) and len(new.token_ids) == new.num_prompt_tokens:
             state.reader = PromptReader(new.token_ids, new.pooling, num_logprobs)
@@ -65,7 +65,7 @@ class ModelRunner:
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         block_size: int,
         eos_token_ids: Sequence[int],
-        make_matcher: MatcherFactory | None = None,
+        grammars: Grammars | None = None,
         group: RankGroup | Alone | None = None,
     ):
         self.device = kv_caches[0][0].device
@@ -74,8 +74,8 @@ class ModelRunner:
         self.kv_caches = kv_caches
         self.block_size = block_size
         self.group = group
-        self.sampler = Sampler(eos_token_ids)
-        self.make_matcher = make_matcher
+        self.sampler = Sampler(eos_token_ids, grammars)
+        self.grammars = grammars
         self.states: dict[int, SequenceState] = {}
 
     @torch.inference_mode()
@@ -166,7 +166,7 @@ class ModelRunner:
         for seq_id in plan.released:
             del self.states[seq_id]
         for new in plan.new:
-            self.states[new.seq_id] = SequenceState.of(new, self.make_matcher)
+            self.states[new.seq_id] = SequenceState.of(new, self.grammars)
         for share in plan.scheduled:
             state = self.states[share.seq_id]
             state.token_ids += share.new_token_ids

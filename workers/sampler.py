@@ -5,7 +5,7 @@ and on another worker group.
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,19 +18,24 @@ from ..scheduler.request import SamplingParams, StructuredOutputsParams, TokenLo
 class TokenMatcher(Protocol):
     """A sequence's place in its grammar."""
 
-    def forbidden(self, vocab_size: int) -> np.ndarray:
-        """bool [vocab_size]: the tokens that may not come next."""
+    def allowed(self) -> np.ndarray:
+        """uint32 [words]: the tokens that may come next, as `ops.mask_tokens` reads them. Valid until the next one."""
         ...
 
-    def accept(self, token_id: int) -> None: ...
 
+class Grammars(Protocol):
+    def __call__(self, params: StructuredOutputsParams, token_ids: Sequence[int]) -> TokenMatcher:
+        """The place of a sequence that has generated these tokens."""
+        ...
 
-# Of a structured output and the tokens generated so far.
-MatcherFactory = Callable[[StructuredOutputsParams, Sequence[int]], TokenMatcher]
+    def accept(self, matchers: Sequence[Any], token_ids: Sequence[int]) -> None:
+        """Each of the matchers, which this made, goes on by its token."""
+        ...
+
 
 # Of a model, the place of its tokenizer if that is another, and the tokens that end a text. It comes from above: this
 # floor knows no text.
-GrammarBackend = Callable[[str, str | None, Sequence[int]], MatcherFactory]
+GrammarBackend = Callable[[str, str | None, Sequence[int]], Grammars]
 
 
 class SamplingState(Protocol):
@@ -50,19 +55,25 @@ def draw(seed: int, index: int, position: int) -> float:
 
 
 class Sampler:
-    def __init__(self, eos_token_ids: Sequence[int]):
+    def __init__(self, eos_token_ids: Sequence[int], grammars: Grammars | None = None):
+        """Sequences with a matcher are those for which `grammars` made one."""
         self.eos_token_ids = list(eos_token_ids)
+        self.grammars = grammars
 
     def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Draw one token a row. logits: [len(states), vocab] fp32, changed in place."""
         asked = [i for i, s in enumerate(states) if s.sampling.logprobs is not None]
         model_logits = logits[asked].clone() if asked else None
-        for row, state in zip(logits, states, strict=True):
-            self._adjust(row, state)
+        matchers = {row: state.matcher for row, state in enumerate(states) if state.matcher}
+        allowed = {row: matcher.allowed() for row, matcher in matchers.items()}
+        if allowed:
+            masks = np.stack(list(allowed.values())).view(np.int32)
+            ops.mask_tokens(logits, torch.tensor(list(allowed)), torch.from_numpy(masks))
+        for i, (row, state) in enumerate(zip(logits, states, strict=True)):
+            self._adjust(row, state, allowed.get(i))
         tokens = self._choose(logits, states)
-        for token, state in zip(tokens.tolist(), states, strict=True):
-            if state.matcher:
-                state.matcher.accept(token)
+        if self.grammars is not None and matchers:
+            self.grammars.accept(list(matchers.values()), tokens[list(matchers)].tolist())
         logprobs: list[TokenLogprobs | None] = [None] * len(states)
         if model_logits is not None:
             counts = [states[i].sampling.logprobs or 0 for i in asked]
@@ -70,12 +81,12 @@ class Sampler:
                 logprobs[i] = row_logprobs
         return tokens.tolist(), logprobs
 
-    def _adjust(self, row: Tensor, state: SamplingState) -> None:
-        """Grammar, bias, minimum length, penalties: vLLM's order. Penalties are CTRL's (repetition) and OpenAI's."""
+    def _adjust(self, row: Tensor, state: SamplingState, allowed: np.ndarray | None) -> None:
+        """Grammar, bias, minimum length, penalties: vLLM's order. Penalties are CTRL's (repetition) and OpenAI's.
+
+        `allowed`: what the grammar, which has been applied, left.
+        """
         sampling = state.sampling
-        forbidden = state.matcher.forbidden(len(row)) if state.matcher else None
-        if forbidden is not None:
-            row[torch.from_numpy(forbidden)] = -torch.inf
         if sampling.logit_bias:
             row[list(sampling.logit_bias)] += torch.tensor(
                 list(sampling.logit_bias.values()), dtype=row.dtype, device=row.device
@@ -83,7 +94,7 @@ class Sampler:
         if len(state.token_ids) - state.num_prompt_tokens < sampling.min_tokens:
             ends = [*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)]
             ends = [t for t in ends if t < len(row)]
-            if forbidden is None or not np.delete(forbidden, ends).all():  # a grammar may have nothing left but its end
+            if allowed is None or _any_but(ends, allowed):  # a grammar may have nothing left but its end
                 row[ends] = -torch.inf
         if sampling.repetition_penalty != 1.0:
             seen = torch.from_numpy(np.unique(np.asarray(state.token_ids, np.int64)))
@@ -109,6 +120,14 @@ class Sampler:
                 [draw(s.sampling.seed or 0, s.index, len(s.token_ids)) for s in states], dtype=torch.float64
             ),
         )
+
+
+def _any_but(token_ids: Sequence[int], allowed: np.ndarray) -> bool:
+    others = allowed.copy()
+    for token in token_ids:
+        if token // 32 < len(others):
+            others[token // 32] &= ~np.uint32(1 << token % 32)
+    return bool(others.any())
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> list[TokenLogprobs]:

@@ -17,7 +17,7 @@ from .model_runner import ModelRunner
 from .models.decoder import Decoder
 from .models.weights import DecoderWeights
 from .parallel import RankGroup, Topology
-from .sampler import GrammarBackend
+from .sampler import GrammarBackend, Grammars
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +53,13 @@ class Worker:
         set_threads(config, on_host)
         checkpoint = checkpoint or open_checkpoint(config.model)
         self.config = config
-        self.grammar_backend = grammar_backend
         self.model_config: ModelConfig = checkpoint.config
         self.dtype = model_dtype(config, self.model_config)
         self.shard = topology.shards[rank] if topology else None
+        self.grammars: Grammars | None = None  # of the rank that samples
+        if grammar_backend and (self.shard is None or self.shard.samples):
+            ends = self.model_config.eos_token_ids
+            self.grammars = grammar_backend(config.model, config.tokenizer, ends)
         shards = [self.shard, *(s for s in topology.shards if s.rank != rank)] if topology and self.shard else []
         self.device = topology.device(rank) if topology else cuda.select_device(config.device)
         self._quantize = self._format()
@@ -125,13 +128,10 @@ class Worker:
             self.model_config, num_blocks, self.config.block_size, self.dtype, self.shard, self.device
         )
         ends = self.model_config.eos_token_ids
-        make_matcher = None
-        if self.grammar_backend and model.shard.samples:
-            make_matcher = self.grammar_backend(self.config.model, self.config.tokenizer, ends)
         self.kv_port = KVPort(
             caches, fingerprint(self.config, self.model_config, self.dtype), self.model_config, self.shard
         )
-        self.runner = ModelRunner(model, caches, self.config.block_size, ends, make_matcher, group)
+        self.runner = ModelRunner(model, caches, self.config.block_size, ends, self.grammars, group)
         if self.device.type == "cuda" and not self.config.enforce_eager:
             self.runner.graphs = self._graphs()
         logger.info(

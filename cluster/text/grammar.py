@@ -1,28 +1,29 @@
 """Structured outputs: which tokens may come next, so that the whole text fits a JSON schema, a regex or a grammar.
 
-llguidance does the work: an Earley parser over the vocabulary that needs some 50 µs a token, one small wheel without
-torch, and limits on what a grammar may cost. A mask is computed while the model computes the step that needs it,
-by another thread if that gets a core.
+llguidance does the work: an Earley parser over the vocabulary that needs some 20 µs a token, one small wheel without
+torch, and limits on what a grammar may cost. The masks of a step's sequences are computed while the model computes the
+step that needs them, by another thread if that gets a core.
 """
 
 import json
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
+from tokenizers import Tokenizer as Backend
 
 from ...scheduler.errors import InvalidRequest
 from ...scheduler.request import StructuredOutputsParams
-from .tokenizer import load_backend
+from .tokenizer import TokenBytes, load_backend
 
 logger = logging.getLogger(__name__)
 
 MAX_GRAMMAR = 100_000  # characters
-_MASK_SECONDS = 60.0  # the limits below end a mask within some 20 ms; the first may wait for the tokenizer
+_MASK_SECONDS = 60.0  # for a step's; the limits below end one within some 20 ms. The first may wait for the vocabulary
 
 # llguidance's units of work ("fuel"), about 14,000 to 50,000 a millisecond.
 _LIMITS = LLParserLimits(
@@ -51,81 +52,171 @@ def _grammar(params: StructuredOutputsParams) -> str:
 
 
 def check_grammar(params: StructuredOutputsParams, param: str) -> None:
-    """Raises `InvalidRequest` naming `param` where the grammar is wrong, too large, or uses what is not supported."""
+    """Raises `InvalidRequest` naming `param` where the grammar is wrong, too large, or uses what is not supported; and
+    where nothing could be said: no text fits it, or the empty one alone."""
     size = sum(len(text) for text in (params.json, params.regex, params.grammar, *params.choice) if text)
     if size > MAX_GRAMMAR:
         raise InvalidRequest(f"{param} has {size} characters; at most {MAX_GRAMMAR} are allowed", param)
     try:
-        wrong = LLMatcher.validate_grammar(_grammar(params), limits=_LIMITS)
+        wrong = _fault(LLMatcher(_bytes(), _grammar(params), log_level=0, limits=_LIMITS))
     except ValueError as error:
         wrong = str(error)
     if wrong:
         raise InvalidRequest(f"{param} cannot be used as a {params.kind}: {wrong[:300]}", param)
 
 
+def _fault(matcher: LLMatcher) -> str:
+    """What is wrong with the grammar of a new matcher over single bytes; nothing: an empty text."""
+    if matcher.is_error():
+        return matcher.get_error()
+    beginnings = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+    if matcher.is_error():  # found while looking for a first byte
+        return "it is too complex" if "TooComplex" in matcher.stop_reason() else "no text fits it"
+    return "" if beginnings[: _bytes().eos_token].any() else "only the empty text fits it"
+
+
+@cache
+def _bytes() -> LLTokenizer:
+    """A vocabulary of the single bytes, then what ends a text."""
+    return LLTokenizer("byte")
+
+
+class _Tokens:
+    """A byte-level tokenizer as llguidance takes it: what each token stands for, and how a text is cut into them.
+
+    It reads these in half the time that it takes over a tokenizer.json, and holds the interpreter's lock for a third.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, backend: Backend, read: TokenBytes, eos_token_ids: Sequence[int]):
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self.tokens = [read(i) for i in range(max(backend.get_vocab_size(), max(added, default=0) + 1))]
+        self.special_token_ids = [i for i, token in added.items() if token.special]
+        self.eos_token_id = eos_token_ids[0]
+        self.of_bytes = {token[0]: i for i, token in enumerate(self.tokens) if len(token) == 1 and i not in added}
+
+    def __call__(self, text: str) -> list[int]:
+        """Of a text that a grammar forces. Byte by byte where the tokenizer would change it, or read a mark in it."""
+        ids = self._backend.encode(text, add_special_tokens=False).ids
+        wanted = text.encode()
+        if b"".join(self.tokens[i] for i in ids) == wanted and not {*ids} & {*self.special_token_ids}:
+            return ids
+        return [self.of_bytes[b] for b in wanted]
+
+
+def read_vocabulary(model: str, tokenizer: str | None, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    backend = load_backend(model, tokenizer)
+    read = TokenBytes(backend)
+    ends = list(eos_token_ids)
+    if read.byte_level and ends and read(backend.encode("a", add_special_tokens=False).ids[0]) == b"a":
+        tokens = _Tokens(backend, read, ends)
+        if len(tokens.of_bytes) == 256:
+            return LLTokenizer(TokenizerWrapper(tokens), eos_token=ends)
+    return LLTokenizer(backend.to_str(), eos_token=ends)
+
+
 class GrammarCompiler:
     """Makes a matcher for each sequence that has a grammar. One thread does the work of all of them.
 
-    The vocabulary is read with the first one: about a second that a start does not wait for.
+    The vocabulary, some 0.2 s of work, is read `ahead`, by that thread, or with the first grammar.
     """
 
-    def __init__(self, model: str, tokenizer: str | None, eos_token_ids: Sequence[int]):
+    def __init__(self, model: str, tokenizer: str | None, eos_token_ids: Sequence[int], ahead: bool = False):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._ends = eos_token_ids
 
         @cache  # and called in that thread alone
-        def vocabulary() -> LLTokenizer:
-            return LLTokenizer(load_backend(model, tokenizer).to_str(), eos_token=list(eos_token_ids))
+        def vocabulary() -> LLTokenizer | None:
+            try:
+                return read_vocabulary(model, tokenizer, eos_token_ids)
+            except Exception:  # llguidance does not know every tokenizer; that must not end anybody else's answer
+                logger.exception("structured outputs will be empty: the vocabulary of %s cannot be read", model)
+                return None
 
         self._vocabulary = vocabulary
+        if ahead:
+            self._thread.submit(vocabulary)
 
     def __call__(self, params: StructuredOutputsParams, token_ids: Sequence[int]) -> "GrammarMatcher":
         """`token_ids`: what the sequence has generated before, on another worker or before a preemption."""
-        return GrammarMatcher(self._vocabulary, self._thread, params, token_ids)
+        return GrammarMatcher(self._vocabulary, self._ends, self._thread, params, token_ids)
+
+    def accept(self, matchers: Sequence["GrammarMatcher"], token_ids: Sequence[int]) -> None:
+        """The tokens that were drawn; their successors are found in the background."""
+        for matcher in matchers:
+            matcher.job.finish()  # where nobody asked what it allows
+
+        def advance() -> None:
+            for matcher, token_id in zip(matchers, token_ids, strict=True):
+                matcher.advance(token_id)
+
+        job = _Job(self._thread, advance, movable=True)
+        for matcher in matchers:
+            matcher.job = job
+
+
+class _Job:
+    """Work of the grammars' thread, that whoever waits for it may do instead where it is `movable`."""
+
+    def __init__(self, thread: ThreadPoolExecutor, work: Callable[[], None], movable: bool):
+        self._work: Callable[[], None] | None = work
+        self._movable = movable
+        self._future = thread.submit(work)
+
+    def finish(self) -> None:
+        """Return when it is done."""
+        if self._work is None:
+            return
+        if self._movable and self._future.cancel():
+            # The thread has not come to it, because other processes have the cores: to do it here takes less time than
+            # to wait until they let it.
+            self._work()
+        else:
+            self._future.result(_MASK_SECONDS)
+        self._work = None
 
 
 class GrammarMatcher:
-    """One sequence's place in its grammar: `accept` a token, then ask which are `forbidden` next."""
+    """One sequence's place in its grammar."""
 
     def __init__(
         self,
-        vocabulary: Callable[[], LLTokenizer],
+        vocabulary: Callable[[], LLTokenizer | None],
+        ends: Sequence[int],
         thread: ThreadPoolExecutor,
         params: StructuredOutputsParams,
         token_ids: Sequence[int],
     ):
-        self._thread = thread
+        self._matcher: LLMatcher | None = None
 
-        def start() -> np.ndarray:
-            self._matcher = LLMatcher(vocabulary(), _grammar(params), log_level=0, limits=_LIMITS)
-            self._matcher.consume_tokens(list(token_ids))
-            return self._mask()
+        def start() -> None:
+            tokens = vocabulary()
+            if tokens is None:
+                self._allowed = np.zeros(max(ends) // 32 + 1, np.uint32)
+                for token in ends:
+                    self._allowed[token // 32] |= np.uint32(1 << token % 32)
+                return
+            self._allowed = np.empty(-(-tokens.vocab_size // 32), np.uint32)
+            self._place = self._allowed.ctypes.data, self._allowed.nbytes
+            self._matcher = matcher = LLMatcher(tokens, _grammar(params), log_level=0, limits=_LIMITS)
+            matcher.consume_tokens(list(token_ids))
+            self._look(matcher)
 
-        self._next: Future[np.ndarray] = thread.submit(start)
-        self._advance: Callable[[], np.ndarray] | None = None  # what `_next` does, where nothing goes before it
+        self.job = _Job(thread, start, movable=False)  # it may take long, and there are others to serve
 
-    def accept(self, token_id: int) -> None:
-        """The token that was drawn; its successors are found in the background."""
+    def allowed(self) -> np.ndarray:
+        """uint32 [words]: a bit for each token that may come next; of a complete text, its ends. Until `accept`."""
+        self.job.finish()
+        return self._allowed
 
-        def advance() -> np.ndarray:
+    def advance(self, token_id: int) -> None:
+        if self._matcher is not None:
             self._matcher.consume_token(token_id)
-            return self._mask()
+            self._look(self._matcher)
 
-        self._advance = advance if self._next.done() else None
-        self._next = self._thread.submit(advance)
-
-    def forbidden(self, vocab_size: int) -> np.ndarray:
-        """bool [vocab_size]: the tokens that may not come next. Of a complete text, all but its ends."""
-        if self._advance is not None and self._next.cancel():
-            # The thread has not come to it, because other processes have the cores: to do it here takes less time than
-            # to wait until they let it.
-            allowed = self._advance()
-        else:
-            allowed = self._next.result(_MASK_SECONDS)
-        mask = np.ones(vocab_size, bool)
-        mask[: len(allowed)] = allowed[:vocab_size] == 0
-        return mask
-
-    def _mask(self) -> np.ndarray:
-        if self._matcher.is_error():  # a limit was met on the way: its mask allows nothing but the end
-            logger.warning("a structured output ended early: %s", self._matcher.stop_reason())
-        return np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
+    def _look(self, matcher: LLMatcher) -> None:
+        if matcher.is_error():  # a limit was met on the way: its mask allows nothing but the end
+            logger.warning("a structured output ended early: %s", matcher.stop_reason())
+        matcher.unsafe_compute_mask_ptr(*self._place)

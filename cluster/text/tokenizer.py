@@ -15,6 +15,8 @@ from ...workers.checkpoint.gguf_file import GGUFFile, eos_token_ids
 from ...workers.checkpoint.locate import locate
 from .gguf_tokenizer import build_backend, special_tokens
 
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # OpenAI's
+
 
 class Tokenizer:
     """One model's tokenizer. Safe to use from several threads.
@@ -33,14 +35,10 @@ class Tokenizer:
         own = wrapped.eos_token_id
         self.eos_token_ids: tuple[int, ...] = tuple(eos_ids) or (() if own is None else (own,))
         added = self.backend.get_added_tokens_decoder()
-        self._added: dict[int, str] = {i: token.content for i, token in added.items()}
         self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size: int = len(wrapped)
         self._bytes: dict[int, bytes] = {}  # of tokens that were seen: every one that is streamed is asked for
-        state = json.loads(self.backend.decoder.__getstate__()) if self.backend.decoder else {}
-        steps = {step["type"] for step in state.get("decoders", [state]) if "type" in step}
-        self._byte_level = "ByteLevel" in steps
-        self._byte_fallback = "ByteFallback" in steps
+        self._read_bytes = TokenBytes(self.backend)
         self._reserved = set(inspect.signature(wrapped.apply_chat_template).parameters) - {"documents", "kwargs"}
         self._reserved |= {"messages", *wrapped.special_tokens_map}
 
@@ -107,6 +105,13 @@ class Tokenizer:
         if reserved := sorted(self._reserved & kwargs.keys()):
             raise InvalidRequest(f"chat_template_kwargs may not set {reserved[0]}", "chat_template_kwargs")
         plain = [_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        for i, role in enumerate(message["role"] for message in plain):
+            if role not in _ROLES and not self._names_role(role):
+                raise InvalidRequest(
+                    f"messages[{i}].role must be one of {', '.join(_ROLES)}, or another that the chat template of "
+                    f"{self._name} names, not {role[:64]!r}",
+                    f"messages[{i}].role",
+                )
         if not plain:
             raise InvalidRequest("messages must not be empty", "messages")
         try:
@@ -122,6 +127,14 @@ class Tokenizer:
             raise InvalidRequest(f"the chat template refused the messages: {error}", "messages") from error
         return self.encode(text, add_special_tokens=False)
 
+    def _names_role(self, role: str) -> bool:
+        """Whether the chat template has the role in quotes: `ipython` of Llama 3, for one."""
+        templates = self._wrapped.chat_template
+        for template in templates.values() if isinstance(templates, Mapping) else (templates,):
+            if role and (f"'{role}'" in template or f'"{role}"' in template):
+                return True
+        return False
+
     # ids → text
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -135,24 +148,38 @@ class Tokenizer:
             known = self._bytes[token_id] = self._read_bytes(token_id)
         return known
 
-    def _read_bytes(self, token_id: int) -> bytes:
-        if token_id in self._added:
-            return self._added[token_id].encode()
-        token = self.backend.id_to_token(token_id)
-        if token is None:
-            return b""
-        if self._byte_level:
-            table = _byte_of_character()
-            if all(character in table for character in token):
-                return bytes(table[character] for character in token)
-            return token.encode()
-        if self._byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            return bytes([int(token[3:5], 16)])
-        return token.replace("▁", " ").encode()
-
     def token_text(self, token_id: int) -> str:
         """`token_bytes` as text, U+FFFD standing for what is only a part of a character."""
         return self.token_bytes(token_id).decode(errors="replace")
+
+
+class TokenBytes:
+    """The exact bytes that each token of a backend stands for; none for an id without a token."""
+
+    def __init__(self, backend: Backend):
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self._added: dict[int, bytes] = {i: token.content.encode() for i, token in added.items()}
+        state = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
+        steps = {step["type"] for step in state.get("decoders", [state]) if "type" in step}
+        self.byte_level = "ByteLevel" in steps
+        self._byte_fallback = "ByteFallback" in steps
+
+    def __call__(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id]
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self.byte_level:
+            table = _byte_of_character()
+            try:
+                return bytes([table[character] for character in token])
+            except KeyError:
+                return token.encode()
+        if self._byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("▁", " ").encode()
 
 
 def load_backend(model: str, tokenizer: str | None = None) -> Backend:

@@ -36,6 +36,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "pagedray_linear": [*[_INT32] * 2, *[_POINTER] * 3, *[_INT64] * 2, _INT32],
     "pagedray_dequantize_rows": [_INT32, _INT64, *[_POINTER] * 3, *[_INT64] * 2, _INT32],
     "pagedray_quantize_int8": [_INT32, *[_POINTER] * 2, *[_INT64] * 3, _INT32],
+    "pagedray_mask_tokens": [*[_POINTER] * 3, *[_INT64] * 4, _INT32],
     "pagedray_greedy": [*[_POINTER] * 2, *[_INT64] * 3, _INT32],
     "pagedray_sample": [*[_POINTER] * 2, *[_INT64] * 3, *[_POINTER] * 5, _INT32],
 }
@@ -307,6 +308,34 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
             group.check(status)
         return embeddings if final_norm is None else x
 
+    def mask_tokens(logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
+        _check(
+            logits.dtype == torch.float32
+            and logits.dim() == allowed.dim() == 2
+            and logits.stride(1) == 1
+            and rows.dtype == torch.int64
+            and rows.is_contiguous()
+            and allowed.dtype == torch.int32
+            and allowed.is_contiguous()
+            and rows.shape == allowed.shape[:1],
+            "mask_tokens",
+            "logits float32 [B, V], rows contiguous; rows int64 [n], allowed int32 [n, words], contiguous",
+            logits,
+            rows,
+            allowed,
+        )
+        count, words = allowed.shape
+        functions["mask_tokens"](
+            logits.data_ptr(),
+            rows.data_ptr(),
+            allowed.data_ptr(),
+            count,
+            logits.shape[1],
+            logits.stride(0),
+            words,
+            threads(),
+        )
+
     def greedy(logits: Tensor) -> Tensor:
         _check(
             logits.dtype == torch.float32 and logits.dim() == 2 and logits.stride(1) == 1,
@@ -367,6 +396,7 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
         "paged_attention": paged_attention,
         "pack_decoder": pack_decoder,
         "decoder": decoder,
+        "mask_tokens": mask_tokens,
         "greedy": greedy,
         "sample": sample,
     }

@@ -7,10 +7,12 @@ import threading
 import numpy as np
 import pytest
 from fake_engine import EOS, byte_tokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from pagedray import LLM, SamplingParams, StructuredOutputsParams
 from pagedray.cluster.text import grammar
-from pagedray.cluster.text.grammar import MAX_GRAMMAR, GrammarCompiler, check_grammar
+from pagedray.cluster.text.grammar import MAX_GRAMMAR, GrammarCompiler, check_grammar, read_vocabulary
+from pagedray.cluster.text.tokenizer import Tokenizer
 from pagedray.scheduler.errors import InvalidRequest
 
 SCHEMA = {
@@ -35,15 +37,17 @@ def spell(text):
 def allowed(matcher):
     """The texts of the tokens that may come next."""
     tokenizer = byte_tokenizer()
-    return {tokenizer.token_text(int(t)) for t in np.flatnonzero(~matcher.forbidden(tokenizer.vocab_size))}
+    bits = np.unpackbits(matcher.allowed().view(np.uint8), bitorder="little")
+    assert not bits[tokenizer.vocab_size :].any()
+    return {tokenizer.token_text(int(t)) for t in np.flatnonzero(bits)}
 
 
 def test_a_matcher_follows_its_choices(compiler):
     matcher = compiler(StructuredOutputsParams(choice=("Hello", "cde")), ())
     assert allowed(matcher) == {"H", "He", "Hell", "Hello", "c", "cd", "cde"}
-    matcher.accept(spell("cd")[0])
+    compiler.accept([matcher], spell("cd"))
     assert allowed(matcher) == {"e"}
-    matcher.accept(spell("e")[0])
+    compiler.accept([matcher], spell("e"))
     assert allowed(matcher) == {EOS, "<|eot|>"}  # complete: only its end, in either of the model's ways
 
 
@@ -51,15 +55,15 @@ def test_a_mask_does_not_wait_for_a_thread_that_is_not_given_a_core(compiler):
     matcher = compiler(StructuredOutputsParams(regex="(ab|cd)+e"), ())
     assert allowed(matcher) == {"a", "c", "cd", "cde"}
     go_on = threading.Event()
-    matcher._thread.submit(go_on.wait, 20)
+    compiler._thread.submit(go_on.wait, 20)
     for token, following in (("a", {"b"}), ("b", {"a", "c", "cd", "cde", "e"}), ("cde", {EOS, "<|eot|>"})):
-        matcher.accept(spell(token)[0])
+        compiler.accept([matcher], spell(token))
         assert allowed(matcher) == following
     assert not go_on.is_set()
     go_on.set()
     other = compiler(StructuredOutputsParams(regex="(ab|cd)+e"), ())
-    other.accept(spell("a")[0])  # before its grammar was read, perhaps
-    other.accept(spell("b")[0])
+    compiler.accept([other], spell("a"))  # before its grammar was read, perhaps
+    compiler.accept([other], spell("b"))
     assert allowed(other) == {"a", "c", "cd", "cde", "e"}
 
 
@@ -67,18 +71,77 @@ def test_a_matcher_takes_up_what_was_generated_elsewhere(compiler):
     params = StructuredOutputsParams(regex="(ab)+c")
     one, other = compiler(params, ()), compiler(params, spell("aba"))
     for token in spell("aba"):
-        one.accept(token)
+        compiler.accept([one], [token])
     assert allowed(one) == allowed(other) == {"b"}
 
 
-def test_columns_past_the_vocabulary_are_forbidden(compiler):
-    matcher = compiler(StructuredOutputsParams(regex=".*"), ())
-    size = byte_tokenizer().vocab_size
-    assert matcher.forbidden(size + 70)[size:].all() and not matcher.forbidden(size + 70)[:size].all()
+def test_sequences_of_a_step_go_on_together(compiler):
+    forms = [StructuredOutputsParams(regex=r) for r in ("(ab|cd)+e", "a+b", "cd?e")]
+    one, two, three = matchers = [compiler(form, ()) for form in forms]
+    compiler.accept(matchers, [*spell("a"), *spell("a"), *spell("c")])
+    assert [allowed(m) for m in matchers] == [{"b"}, {"a", "b"}, {"d", "e"}]
+    compiler.accept([three, one], [*spell("d"), *spell("b")])
+    assert [allowed(m) for m in matchers] == [{"a", "c", "cd", "cde", "e"}, {"a", "b"}, {"e"}]
+
+
+@pytest.mark.parametrize("which", ["tiny", pytest.param("demo", marks=pytest.mark.slow)])
+def test_a_vocabulary_read_as_tokens_gives_the_masks_of_the_whole_tokenizer(which, request, monkeypatch):
+    """Along texts that a grammar forces in part, with characters of several bytes."""
+    if which == "tiny":
+        ours = byte_tokenizer()
+        monkeypatch.setattr(grammar, "load_backend", lambda model, name: ours.backend)
+        model = "any"
+    else:
+        model = str(request.getfixturevalue("demo_model"))
+        ours = Tokenizer.load(model)
+    ends = ours.eos_token_ids
+    fast, whole = read_vocabulary(model, None, ends), LLTokenizer(ours.backend.to_str(), eos_token=list(ends))
+    text = '{"name": "Zoë 🙂 \\" x", "age": 7}'
+    schema = SCHEMA | {"properties": SCHEMA["properties"] | {"name": {"type": "string"}}}
+    for params in (
+        StructuredOutputsParams(json=schema),
+        StructuredOutputsParams(json_object=True),
+        StructuredOutputsParams(choice=(text, text[:5] + "m")),
+        StructuredOutputsParams(regex=".*"),
+    ):
+        one, other = (LLMatcher(v, grammar._grammar(params), log_level=0) for v in (fast, whole))
+        for token in [*ours.encode(text, add_special_tokens=False), ends[0]]:
+            assert one.compute_bitmask() == other.compute_bitmask(), params
+            assert one.consume_token(token) == other.consume_token(token)
+        assert one.stop_reason() == other.stop_reason() != "InternalError"
+
+
+def test_a_forced_text_that_the_tokenizer_would_change_goes_byte_by_byte(compiler):
+    """An end of sequence spelt out is text, here as in a prompt's grammar; so is what normalizing would join."""
+    matcher = compiler(StructuredOutputsParams(choice=(f"a{EOS}b", f"a{EOS}c")), ())
+    for byte in f"a{EOS}".encode():
+        text = chr(byte)
+        assert text in allowed(matcher), text
+        compiler.accept([matcher], spell(text))
+    assert allowed(matcher) == {"b", "c"}
+
+
+def test_a_vocabulary_read_ahead_is_read_once(monkeypatch):
+    tokenizer, times = byte_tokenizer(), []
+    monkeypatch.setattr(grammar, "load_backend", lambda model, name: times.append(model) or tokenizer.backend)
+    compiler = GrammarCompiler("any", None, tokenizer.eos_token_ids, ahead=True)
+    compiler._thread.submit(lambda: None).result(20)
+    assert times == ["any"]
+    assert allowed(compiler(StructuredOutputsParams(regex="a"), ())) == {"a"}
+    assert times == ["any"]
 
 
 def test_a_broken_matcher_allows_the_end_and_nothing_else(compiler):
     matcher = compiler(StructuredOutputsParams(choice=("Hello",)), spell("x"))
+    assert allowed(matcher) == {EOS, "<|eot|>"}
+
+
+def test_a_vocabulary_that_cannot_be_read_ends_the_text_and_nothing_else(monkeypatch, caplog):
+    monkeypatch.setattr(grammar, "load_backend", lambda model, name: 1 / 0)
+    compiler = GrammarCompiler("any", None, byte_tokenizer().eos_token_ids, ahead=True)
+    matcher = compiler(StructuredOutputsParams(regex="a"), ())
+    assert allowed(matcher) == {EOS, "<|eot|>"} and "ZeroDivisionError" in caplog.text
+    compiler.accept([matcher], byte_tokenizer().eos_token_ids[:1])
     assert allowed(matcher) == {EOS, "<|eot|>"}
 
 
@@ -91,11 +154,20 @@ def test_a_broken_matcher_allows_the_end_and_nothing_else(compiler):
         ({"json": {"$ref": "http://example.org/x"}}, "does not fetch"),
         ({"grammar": "start: missing"}, "missing"),
         ({"grammar": ""}, "No 'root' rule"),
+        ({"grammar": "root ::="}, "only the empty text fits it"),
+        ({"grammar": 'start: ""'}, "only the empty text fits it"),
+        ({"grammar": 'root ::= root "a"'}, "no text fits it"),
+        ({"regex": ""}, "only the empty text fits it"),
+        ({"regex": "a{0}"}, "only the empty text fits it"),
+        ({"regex": r"[^\s\S]"}, "no text fits it"),
+        ({"json": {"enum": []}}, "Unsatisfiable"),
         ({"regex": "a" * (MAX_GRAMMAR + 1)}, "at most"),
         ({"json": "{}", "regex": "a"}, "together"),
         ({}, "none is set"),
-        ({"choice": "ab"}, "list of non-empty strings"),
-        ({"choice": ["a", ""]}, "list of non-empty strings"),
+        ({"choice": "ab"}, "list of one or more non-empty strings"),
+        ({"choice": ["a", ""]}, "list of one or more non-empty strings"),
+        ({"choice": []}, "list of one or more non-empty strings"),
+        ({"choice": {"a": 1}}, "list of one or more non-empty strings"),
         ({"regex": 3}, "regex must be a string"),
         ({"json_object": 1}, "true or false"),
     ],
@@ -104,6 +176,11 @@ def test_what_is_no_grammar_is_refused(params, message):
     with pytest.raises(InvalidRequest, match=re.escape(message)) as refused:
         check_grammar(StructuredOutputsParams(**params), "structured_outputs")
     assert len(refused.value.message) < 500
+
+
+@pytest.mark.parametrize("params", [{"regex": "a?"}, {"grammar": 'root ::= "a"?'}, {"json": {"const": ""}}])
+def test_a_text_that_may_be_empty_is_a_form(params):
+    check_grammar(StructuredOutputsParams(**params), "structured_outputs")
 
 
 def test_ignore_eos_does_not_go_with_a_form():

@@ -364,6 +364,9 @@ def test_parts_are_joined_and_nothing_is_printed_as_python(chat):
         ([{"role": "user", "content": {"text": "hi"}}], "messages[0].content must be a string"),
         ([{"role": "user", "content": 3}], "messages[0].content must be a string"),
         ([{"role": "user"}], "messages[0].content is required"),
+        ([{"role": "user", "content": "x"}, {"role": "alien", "content": "x"}], "messages[1].role must be one of"),
+        ([{"role": "", "content": "x"}], "messages[0].role must be one of"),
+        ([{"role": "User", "content": "x"}], "messages[0].role must be one of"),
         ([{"role": "assistant"}, {"role": "user", "content": None}], "messages[1].content is required"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
@@ -377,6 +380,19 @@ def test_parts_are_joined_and_nothing_is_printed_as_python(chat):
 def test_messages_without_a_text_form_are_refused(chat, messages, message):
     with pytest.raises(InvalidRequest, match=re.escape(message)):
         chat.apply_chat_template(messages)
+
+
+def test_roles_are_openais_and_those_that_the_template_names(chat_file):
+    named = """{% if m.role == 'ipython' or m.role == "critic" %}!{% endif %}"""
+    template = f"{{% for m in messages %}}{named}{{{{ m.role }}}}{{% endfor %}}"
+    tokenizer = Tokenizer.load(chat_file(template))
+    for role in ("system", "developer", "user", "assistant", "tool", "function"):
+        assert text_of(tokenizer, [{"role": role, "content": "x"}]) == role
+    for role in ("ipython", "critic"):
+        assert text_of(tokenizer, [{"role": role, "content": "x"}]) == f"!{role}"
+    with pytest.raises(InvalidRequest, match="another that the chat template of .* names, not 'aaa") as refused:
+        tokenizer.apply_chat_template([{"role": "a" * 10_000, "content": "x"}])
+    assert refused.value.param == "messages[0].role" and len(refused.value.message) < 1000
 
 
 def test_a_templates_own_words_reach_the_client(chat_file):

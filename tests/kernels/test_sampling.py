@@ -180,6 +180,33 @@ def test_an_empty_batch_gives_nothing(sample):
     assert sample(torch.empty(0, 10)).tolist() == []
 
 
+@pytest.mark.parametrize(("vocab", "words"), [(64, 2), (70, 3), (70, 2), (1, 1), (33, 4), (5000, 157), (5, 0)])
+def test_mask_tokens(backend, vocab, words):
+    """Rows in any order; words that are full, empty and mixed; a vocabulary that ends within a word, or after them."""
+    rows = torch.tensor([3, 0, 2])
+    bits = torch.rand(3, 32 * words, generator=torch.Generator().manual_seed(vocab)) < 0.5
+    bits[0] |= torch.arange(32 * words) // 32 % 2 == 0
+    bits[1] &= torch.arange(32 * words) // 32 % 2 == 0
+    allowed = (bits.view(3, words, 32).long() << torch.arange(32)).sum(-1).to(torch.int32)  # a set bit 31 is negative
+    logits = random_logits(5, vocab + 3)[:, :vocab]  # rows apart from each other
+    expected = logits.clone()
+    for row, mask in zip(rows.tolist(), bits, strict=True):
+        for token in range(vocab):
+            if token >= 32 * words or not mask[token]:
+                expected[row, token] = float("-inf")
+    backend.mask_tokens(logits, rows, allowed)
+    assert torch.equal(logits, expected)
+
+
+def test_mask_tokens_of_no_row_and_of_wrong_tensors(native):
+    logits = random_logits(2, 64)
+    native.mask_tokens(logits, torch.empty(0, dtype=torch.int64), torch.empty(0, 2, dtype=torch.int32))
+    assert torch.equal(logits, random_logits(2, 64))
+    for rows, allowed in (([0, 1], torch.zeros(1, 2, dtype=torch.int32)), ([0], torch.zeros(1, 2))):
+        with pytest.raises(ValueError, match="mask_tokens"):
+            native.mask_tokens(logits, torch.tensor(rows), allowed)
+
+
 def test_greedy_takes_the_lowest_of_equals():
     assert ops.greedy(torch.tensor([[1.0, 3.0, 3.0], [2.0, 2.0, 1.0]])).tolist() == [1, 0]
 

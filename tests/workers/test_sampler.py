@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 
@@ -180,6 +181,52 @@ def test_penalties_count_the_right_tokens():
     assert sample_one(logits, repetition_penalty=1.5) == 20
     logits[0, [7, 20, 21]] = torch.tensor([-1.0, -1.2, -1.4])
     assert sample_one(logits, repetition_penalty=1.3) == 20  # below zero it sinks too
+
+
+# -- grammars ---------------------------------------------------------------------------------------------------------
+
+
+class Allows:
+    """A matcher that always allows the same tokens."""
+
+    def __init__(self, *tokens):
+        self.tokens = tokens
+
+    def allowed(self):
+        words = np.zeros(-(-VOCAB // 32), np.uint32)
+        for token in self.tokens:
+            words[token // 32] |= np.uint32(1 << token % 32)
+        return words
+
+
+class Accepted(list):
+    """Grammars that note what they are told."""
+
+    def accept(self, matchers, token_ids):
+        self.append([(m.tokens, t) for m, t in zip(matchers, token_ids, strict=True)])
+
+
+def test_rows_with_a_grammar_keep_to_it_and_others_do_not_notice():
+    logits = random_logits(6)
+    settings = [SamplingParams(temperature=t, seed=1, logprobs=1) for t in (0.0, 1.0, 2.0) * 2]
+    matchers = [Allows(31), None, Allows(0, 39), Allows(*range(VOCAB)), None, Allows(32, 33, 5)]
+    free, _ = sample(logits, *map(State, settings))
+    grammars = Accepted()
+    states = [State(s, matcher=m) for s, m in zip(settings, matchers, strict=True)]
+    tokens, logprobs = Sampler(EOS, grammars).sample(logits.clone(), states)
+    for token, alone, matcher in zip(tokens, free, matchers, strict=True):
+        assert token in matcher.tokens if matcher else token == alone
+    assert tokens[3] == free[3]
+    assert grammars == [[(m.tokens, t) for m, t in zip(matchers, tokens, strict=True) if m]]
+    assert all(got.top[0][0] == row.argmax() for got, row in zip(logprobs, logits, strict=True))  # the model's own
+
+
+def test_min_tokens_bans_the_ends_that_a_grammar_allows_among_others():
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [2, 5, 11]] = torch.tensor([3.0, 2.0, 1.0])
+    for left, expected in (((2, 5, 11, 33), 11), ((2, 5, 33), 33), ((2, 5), 2), ((5,), 5)):
+        state = State(SamplingParams(temperature=0.0, min_tokens=2), matcher=Allows(*left))
+        assert Sampler(EOS, Accepted()).sample(logits.clone(), [state])[0] == [expected]
 
 
 # -- greedy -----------------------------------------------------------------------------------------------------------

@@ -144,6 +144,20 @@ static int64_t sample_row(Row& row, const float* logits, float temperature, int6
 
 using namespace pagedray;
 
+// Minus infinity in rows[i] of the logits for every token whose bit in allowed[i] is not set; 32 to a word.
+PAGEDRAY_API void pagedray_mask_tokens(float* logits, const int64_t* rows, const int32_t* allowed, int64_t count,
+                                       int64_t vocab, int64_t row_stride, int64_t words, int32_t threads) {
+    parallel_for(count, 1, threads, [&](int64_t i) {
+        float* row = logits + rows[i] * row_stride;
+        for (int64_t first = 0; first < vocab; first += 32) {
+            const uint32_t bits = first / 32 < words ? static_cast<uint32_t>(allowed[i * words + first / 32]) : 0;
+            if (bits == 0xFFFFFFFF) continue;  // inside a string most words are so
+            const int64_t end = std::min<int64_t>(32, vocab - first);
+            for (int64_t j = 0; j < end; j++) row[first + j] = bits >> j & 1 ? row[first + j] : -INFINITY;
+        }
+    });
+}
+
 // The likeliest token of each row, of equals the lowest id.
 PAGEDRAY_API void pagedray_greedy(int64_t* out, const float* logits, int64_t rows, int64_t vocab, int64_t row_stride,
                                   int32_t threads) {
