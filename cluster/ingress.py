@@ -105,6 +105,8 @@ class Ingress:
         `groups`: handles of the models' deployments; naming them here makes Serve deploy them.
         """
         self.config = config
+        if config.files is not None:
+            await asyncio.to_thread(FileStore(config.files).prepare)
         self.ingress_id = uuid.uuid4().hex[:8]
         if config.observability.json_logs:
             log_as_json(f"ingress {self.ingress_id}")

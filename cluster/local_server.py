@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 from ..scheduler.errors import ConfigError, PagedRayError
 from .config import ApplicationConfig
+from .openai.file_store import FileStore
 
 APPLICATION = "pagedray"
 _LEAVE_SECONDS = 5.0  # for Ray's processes to end by themselves, before they are killed
@@ -73,6 +74,8 @@ def serve(args: dict[str, Any], options: ServerOptions, build: Callable[..., Any
         options = replace(options, port=reserved.port)
         for model in config.models:
             check_local_model(model.engine.model)
+        if config.files is not None:  # the ingress will run here
+            FileStore(config.files).prepare()
     server = _Server(config, options, None if local else address, build)
     # Ray runs in a thread, so that signals, which reach the main thread, never break into the middle of it
     before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}

@@ -32,7 +32,7 @@ async def chat_completions(
     want_logprobs = body.num_logprobs() is not None
     if body.stream:
         head = {"id": call_id, "object": "chat.completion.chunk", "created": created, "model": model.id}
-        return EventStream(_events(generation, readers, head, model.tokenizer, want_logprobs, body.include_usage))
+        return EventStream(_events(generation, readers, head, model.tokenizer, body))
     choices = await until_disconnect(receive, _collect(generation, readers, model.tokenizer, want_logprobs))
     return json_response(
         ChatCompletion(id=call_id, created=created, model=model.id, choices=choices, usage=generation.usage())
@@ -119,15 +119,15 @@ async def _events(
     readers: Sequence[ReplyReader],
     head: dict[str, Any],
     tokenizer: Tokenizer,
-    want_logprobs: bool,
-    include_usage: bool,
+    body: ChatCompletionRequest,
 ) -> AsyncGenerator[str, None]:
     """One chunk for what comes together; none while text is held back. The first chunk of a choice carries the role.
 
     JSON is in ASCII: some clients split lines at U+2028 or U+0085.
     """
     start = f'data: {json.dumps(head)[:-1]}, "choices": ['
-    end = '], "usage": null}\n\n' if include_usage else "]}\n\n"
+    end = '], "usage": null}\n\n' if body.include_usage else "]}\n\n"
+    want_logprobs, continuous_usage = body.num_logprobs() is not None, body.continuous_usage
     role = ['"role": "assistant", '] * len(generation)
     waiting: list[list[str]] = [[] for _ in role]  # logprobs of tokens whose text is held back
     write = _LogprobWriter(tokenizer).write
@@ -148,11 +148,13 @@ async def _events(
                 waiting[i] = []
             stop = f', "stop_reason": {json.dumps(delta.stop_reason)}' if reason else ""
             reason = reason and _finish_reason(reason, readers[i])
+            if continuous_usage:
+                end = f'], "usage": {generation.usage().model_dump_json()}}}\n\n'
             yield (
                 f'{start}{{"index": {i}, "delta": {{{content}}}, "logprobs": {logprobs}, '
                 f'"finish_reason": {json.dumps(reason)}{stop}}}{end}'
             )
-    if include_usage:
+    if body.include_usage:
         yield f'{start}], "usage": {generation.usage().model_dump_json()}}}\n\n'
     yield "data: [DONE]\n\n"
 

@@ -150,6 +150,7 @@ async def _events(
     """One chunk for what comes together; none while text is held back. JSON is in ASCII, as in chat's."""
     start = f'data: {json.dumps(head)[:-1]}, "choices": ['
     end = '], "usage": null}\n\n' if body.include_usage else "]}\n\n"
+    continuous_usage = body.continuous_usage
     waiting: list[list[ChoiceDelta]] = [[] for _ in echoes]  # deltas whose text is held back
     unsaid = [echo.text for echo in echoes]
     async with aclosing(generation.deltas()) as deltas:
@@ -166,6 +167,8 @@ async def _events(
                 logprobs = json.dumps(_logprobs(waiting[i], tokenizer, echoes[i]))
                 waiting[i] = []
             stop = f', "stop_reason": {json.dumps(delta.stop_reason)}' if delta.finish_reason else ""
+            if continuous_usage:
+                end = f'], "usage": {generation.usage().model_dump_json()}}}\n\n'
             yield (
                 f'{start}{{"index": {i}, "text": {json.dumps(text)}, "logprobs": {logprobs}, '
                 f'"finish_reason": {json.dumps(delta.finish_reason)}{stop}}}{end}'

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ...scheduler.errors import InvalidRequest
+from ...scheduler.errors import ConfigError, InvalidRequest
 
 _UNFINISHED_SECONDS = 3600.0  # a file that was begun so long ago and has no description will get none
 _PIECE = 1 << 20
@@ -54,6 +54,19 @@ class FileStore:
         self.options = options
         self.root = Path(options.path).expanduser()
         self._lock = threading.Lock()  # of the sums: another process may still add what this one does not know of
+
+    def prepare(self) -> None:
+        """Make sure that files can be kept. Raises `ConfigError`."""
+        probe = self.root / f".{uuid.uuid4().hex}.probe"
+        try:
+            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"files.path is {self.options.path!r}, where no files can be kept ({error.strerror}): it must be a "
+                "folder that this server may make, or write in"
+            ) from None
 
     def folder(self, tenant: str, kind: str = "files") -> Path:
         """A tenant's folder of this kind. Names are hashed: what a name has in it makes no path."""

@@ -44,7 +44,9 @@ def add_file_routes(app: FastAPI, store: FileStore) -> None:
         files = await asyncio.to_thread(store.all_of, caller().name)
         if (purpose := request.query_params.get("purpose")) is not None:
             files = [f for f in files if f.purpose == purpose]
-        if request.query_params.get("order") == "asc":
+        if (order := request.query_params.get("order", "desc")) not in ("asc", "desc"):
+            raise InvalidRequest(f"order must be asc or desc, not {short(order)!r}", "order")
+        if order == "asc":
             files.reverse()
         return page([_shown(f) for f in files], request, default=10_000, most=10_000)
 

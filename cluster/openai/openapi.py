@@ -140,10 +140,11 @@ def _paths() -> Schema:
     paths["/version"] = {"get": _operation(None, _object(version={"type": "string"}))}
     form = _object(file={"type": "string", "contentMediaType": "application/octet-stream"}, purpose={"const": "batch"})
     cut = [_parameter("limit", schema={"type": "integer", "minimum": 1, "maximum": 100}), _parameter("after")]
+    order = _parameter("order", schema={"enum": ["asc", "desc"]})
     file_id, batch_id = _parameter("file_id", "path"), _parameter("batch_id", "path")
     paths["/v1/files"] = {
         "post": _operation({"multipart/form-data": {"schema": form}}, _ref("File")),
-        "get": _operation(None, _ref("FileList"), [*cut, _parameter("purpose"), _parameter("order")]),
+        "get": _operation(None, _ref("FileList"), [*cut, _parameter("purpose"), order]),
     }
     paths["/v1/files/{file_id}"] = {
         "get": _operation(None, _ref("File"), [file_id]),

@@ -8,7 +8,7 @@ supported is refused by name. Ranges of sampling settings are `SamplingParams`'s
 import logging
 import re
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from json import dumps
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -79,6 +79,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: so far, in each chunk
 
 
 class JsonSchema(BaseModel):
@@ -110,7 +111,7 @@ class Body(BaseModel):
         try:
             request = cls.model_validate(body)
         except ValidationError as error:
-            raise _invalid(error) from None
+            raise _invalid(error, body) from None
         request._check_fields()
         return request
 
@@ -193,6 +194,10 @@ class GenerationRequest(Body):
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
     def num_logprobs(self) -> int | None:
         """How many likeliest tokens to report at each position; None to report nothing."""
         raise NotImplementedError
@@ -258,7 +263,7 @@ class GenerationRequest(Body):
         if self.structured_outputs is not None:
             forms["structured_outputs"] = self.structured_outputs
         for kind in ("json", "regex", "choice", "grammar"):
-            if (value := getattr(self, f"guided_{kind}")) not in (None, []):
+            if (value := getattr(self, f"guided_{kind}")) is not None:
                 forms[f"guided_{kind}"] = {kind: value}
         if self.response_format is not None and self.response_format.type == "json_object":
             forms["response_format"] = {"json_object": True}
@@ -416,7 +421,7 @@ class ChatCompletionRequest(GenerationRequest):
 
 
 class ResponsesRequest(Body):
-    """A request of the Responses API. Unknown fields change nothing; `responses.as_chat` checks the rest."""
+    """A request of the Responses API. Unknown fields change nothing; `responses` checks the rest."""
 
     input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1)]
     instructions: str | None = None
@@ -428,6 +433,7 @@ class ResponsesRequest(Body):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
+    truncation: Literal["auto", "disabled"] | None = None  # nothing is cut off: what is too long is refused
     metadata: dict[str, str] | None = None
 
     def _check_fields(self) -> None:
@@ -445,19 +451,17 @@ def _prompts(value: Any) -> list[str | list[int]]:
             return value
         if all(type(p) is int for p in value):
             return [value]
-        if all(isinstance(p, list) and all(type(t) is int for t in p) for p in value):
+        if all(isinstance(p, list) and p and all(type(t) is int for t in p) for p in value):
             return value
-    raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists, and not empty")
+    raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists; no list empty")
 
 
-_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
 Prompts = Annotated[
     Any,
     BeforeValidator(_prompts),
-    WithJsonSchema(
-        {"anyOf": [{"type": "string"}, _TEXTS, {**_TOKEN_IDS, "minItems": 1}, {**_TEXTS, "items": _TOKEN_IDS}]}
-    ),
+    WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS, _TOKEN_IDS, {**_TEXTS, "items": _TOKEN_IDS}]}),
 ]
 
 
@@ -530,17 +534,39 @@ _WANTED = {
 }
 
 
-def _invalid(error: ValidationError) -> InvalidRequest:
-    """OpenAI's way to say where: `messages[0].role`. Only the first error is told, without the input."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    where = ""
-    for step in first["loc"]:
+def _invalid(error: ValidationError, body: dict[str, Any]) -> InvalidRequest:
+    """OpenAI's way to say where: `messages[0].role`. Only the first error is told, without the input.
+
+    Of a field that may be of several types, that is an error of the type that comes nearest.
+    """
+    errors = error.errors(include_url=False, include_input=False)
+    steps = [_steps(e["loc"], body, missing=e["type"] == "missing") for e in errors]
+    same = [i for i, e in enumerate(errors) if e["loc"][0] == errors[0]["loc"][0]]
+    nearest_one = 0
+    if len(steps[0]) < len(errors[0]["loc"]):
+        nearest_one = max(same, key=lambda i: (len(steps[i]), not errors[i]["type"].endswith(("_type", "_error"))))
+    first, where = errors[nearest_one], ""
+    for step in steps[nearest_one]:
         where += f"[{step}]" if isinstance(step, int) else f".{step}" if where else step
     if first["type"] in _WANTED:
         wanted = _WANTED[first["type"]].format(**first.get("ctx", {}))
     else:
         wanted = first["msg"].removeprefix("Value error, ")
     return InvalidRequest(short(f"{short(where)} {wanted}"), short(where))
+
+
+def _steps(loc: Sequence[str | int], body: Any, missing: bool) -> list[str | int]:
+    """What of an error's place is in the body: not the names that pydantic gives to the types a field may have."""
+    steps: list[str | int] = []
+    for i, step in enumerate(loc):
+        if isinstance(step, int):
+            body = body[step] if isinstance(body, list) and step < len(body) else None
+        elif isinstance(body, dict) and (step in body or (missing and i == len(loc) - 1)):
+            body = body.get(step)
+        else:
+            continue
+        steps.append(step)
+    return steps
 
 
 def resolve_model(name: str | None, models: Mapping[str, ServedModel]) -> ServedModel:

@@ -5,6 +5,7 @@ items: reasoning, a message, calls of functions, in this order.
 """
 
 import json
+import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
@@ -31,20 +32,27 @@ _SAME = (
 )
 
 
-def as_chat(body: ResponsesRequest) -> ChatCompletionRequest:
-    """Raises `InvalidRequest` for what has no such form."""
+def _as_chat(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatCompletionRequest:
+    """Raises `InvalidRequest` for what has no such form; of what it has, under the name that chat has for it."""
     given = body.model_dump(exclude_none=True)
     chat: dict[str, Any] = {name: given[name] for name in _SAME if name in given}
-    chat["messages"] = _messages(body)
+    chat["messages"] = messages
     if body.max_output_tokens is not None:
         chat["max_completion_tokens"] = body.max_output_tokens
     if body.tools:
         chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
     if isinstance(body.tool_choice, dict):
-        chat["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.get("name")}}
+        name = body.tool_choice.get("name")
+        if body.tool_choice.get("type") != "function" or not isinstance(name, str):
+            raise InvalidRequest(
+                "tool_choice must be none, auto, required, or an object with type function and a name", "tool_choice"
+            )
+        chat["tool_choice"] = {"type": "function", "function": {"name": name}}
     elif body.tool_choice is not None:
         chat["tool_choice"] = body.tool_choice
     form = (body.text or {}).get("format")
+    if not isinstance(form, dict | None):
+        raise InvalidRequest("text.format must be an object", "text.format")
     if isinstance(form, dict) and form.get("type") == "json_schema":
         chat["response_format"] = {
             "type": "json_schema",
@@ -55,10 +63,33 @@ def as_chat(body: ResponsesRequest) -> ChatCompletionRequest:
     return ChatCompletionRequest.parse(chat)
 
 
-def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
+# What chat calls a field, and what it is called here; of `messages`, where each comes from is known.
+_NAMES = (
+    (r"^response_format(\.json_schema)?", "text.format"),
+    (r"^max_completion_tokens", "max_output_tokens"),
+    (r"^(tools\[\d+\])\.function", r"\1"),
+    (r"^tool_choice\..*", "tool_choice"),
+    (r"^messages$", "input"),
+)
+
+
+def _under_its_own_name(error: InvalidRequest, origins: list[str]) -> InvalidRequest:
+    """An error in the chat request, told of the field that it came from; `origins` has those of the messages."""
+    if not error.param:
+        return error
+    name = re.sub(r"^messages\[(\d+)\]", lambda match: origins[int(match[1])], error.param)
+    for chats, ours in _NAMES:
+        name = re.sub(chats, ours, name)
+    return type(error)(error.message.replace(error.param, name, 1), name)
+
+
+def _messages(body: ResponsesRequest) -> tuple[list[dict[str, Any]], list[str]]:
+    """The conversation as chat has it, and the field that each message comes from."""
     messages: list[dict[str, Any]] = []
+    origins: list[str] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
+        origins.append("instructions")
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     for i, item in enumerate(items):
         where = f"input[{i}]"
@@ -78,7 +109,8 @@ def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         elif kind != "reasoning":  # which models do not want back
             raise InvalidRequest(f"{where}.type {kind!r:.100} is not supported by this server", where)
-    return messages
+        origins += [where] * (len(messages) - len(origins))
+    return messages, origins
 
 
 def _content(content: Any, where: str) -> Any:
@@ -103,7 +135,11 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 async def responses(body: ResponsesRequest, model: ServedModel, engine: EngineClient, receive: Receive) -> Response:
     """Raises `InvalidRequest` before anything is submitted to the engine."""
     call_id = f"resp_{uuid.uuid4().hex}"
-    generation, readers = await start_chat(as_chat(body), model, engine, call_id)
+    messages, origins = _messages(body)
+    try:
+        generation, readers = await start_chat(_as_chat(body, messages), model, engine, call_id)
+    except InvalidRequest as error:
+        raise _under_its_own_name(error, origins) from None
     answer = _Answer(call_id, body, model, generation, readers[0])
     if body.stream:
         return EventStream(answer.events())

@@ -208,6 +208,13 @@ def test_a_local_model_that_is_missing_is_refused_before_ray_starts(tmp_path):
     assert "model.gguf does not exist" in run.stderr and "starting Ray" not in run.stderr
 
 
+@pytest.mark.parametrize("path", ["/proc/nope", "/dev/null", "/dev/null/x", "/proc"])
+def test_a_folder_that_keeps_no_files_is_refused_before_ray_starts(path):
+    config = ApplicationConfig.for_model("org/name") | {"files": {"path": path}}
+    with pytest.raises(ConfigError, match=f"files.path is '{path}', where no files can be kept"):
+        local_server.serve(config, ServerOptions(port=0))
+
+
 # -- a server, with a small Serve application in the place of the real one
 
 APPLICATION = """

@@ -74,6 +74,16 @@ def test_usage_in_a_stream(api, events, kind, n):
     assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
 
 
+@pytest.mark.parametrize("kind", ["chat", "complete"])
+def test_usage_in_every_chunk_as_vllm_has_it(api, events, kind):
+    both = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks_, last, _ = events(getattr(api, kind)(stream=True, stream_options=both))
+    assert [c["usage"]["completion_tokens"] for c in chunks_] == list(range(1, 13))
+    assert chunks_[-1]["usage"] == last["usage"] and last["choices"] == []
+    alone = events(getattr(api, kind)(stream=True, stream_options={"continuous_usage_stats": True}))
+    assert not any("usage" in e for e in alone[:-1])
+
+
 def test_stream_options_without_stream_are_refused(api):
     response = api.chat(stream_options={"include_usage": True})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "stream_options")
@@ -112,6 +122,19 @@ def test_choices_share_a_seed_and_differ_in_index(api):
     first, second = api.engine.requests[:2], api.engine.requests[2:]
     assert [r.index for r in first] == [0, 1] and len({r.sampling.seed for r in first}) == 1
     assert first[0].sampling.seed != second[0].sampling.seed and first[0].sampling.seed >= 0
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_a_temperature_of_nothing_is_not_one_that_was_left_out(api, path):
+    body = {"messages": [{"role": "user", "content": "x"}], "input": "x"}
+    if path == "/v1/completions":
+        body["prompt"] = "x"
+    cases = [({}, 1.0, False), ({"temperature": None}, 1.0, False), ({"temperature": 0}, 0.0, True)]
+    cases += [({"temperature": 1e-9}, 1e-9, True), ({"temperature": 1e-4}, 1e-4, False), ({"top_p": 0}, 1.0, True)]
+    for fields, temperature, greedy in [*cases, ({"top_k": 1}, 1.0, True), ({"top_k": 0}, 1.0, False)]:
+        assert api.post(path, body | fields).status_code == 200
+        sampling = api.engine.requests[-1].sampling
+        assert (sampling.temperature, sampling.greedy) == (temperature, greedy), fields
 
 
 def test_prompts_of_token_ids(api):
@@ -310,7 +333,7 @@ def test_completions_of_no_tokens(api, events):
 # -- empty prompts
 
 
-@pytest.mark.parametrize("prompt", ["", [""], [[]], ["a", ""]])
+@pytest.mark.parametrize("prompt", ["", [""], ["a", ""]])
 def test_an_empty_prompt_is_a_bos_where_there_is_one(api, make_api, prompt):
     assert api.complete(prompt).status_code == 200
     assert api.engine.requests[-1].prompt_token_ids == (api.tokenizer.bos_token_id,)
@@ -530,7 +553,7 @@ def test_the_form_of_an_answer_reaches_the_engine(api, kind, fields, form):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"response_format": {"type": "text"}}, {"guided_choice": []}, {"guided_json": None}]
+    "fields", [{"response_format": {"type": "text"}}, {"guided_choice": None}, {"guided_json": None}]
 )
 def test_no_form(api, fields):
     assert api.chat(**fields).status_code == 200
@@ -551,7 +574,11 @@ def test_no_form(api, fields):
         ({"guided_regex": "(("}, "guided_regex"),
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_choice": ["a", ""]}, "guided_choice"),
+        ({"guided_choice": []}, "guided_choice"),
         ({"guided_grammar": "start: x"}, "guided_grammar"),
+        ({"guided_grammar": "root ::="}, "guided_grammar"),
+        ({"guided_regex": ""}, "guided_regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"jsn": {}}}, "structured_outputs"),
         ({"structured_outputs": {"regex": 1}}, "structured_outputs"),

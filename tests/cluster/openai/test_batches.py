@@ -162,6 +162,13 @@ def test_forms_that_are_none(site, content, content_type, status):
     asyncio.run(main())
 
 
+def test_a_folder_for_files_is_made_and_left_empty(tmp_path):
+    store = FileStore(FileOptions(str(tmp_path / "a" / "b")))
+    store.prepare()
+    store.prepare()  # as by each ingress that starts
+    assert store.root.is_dir() and not list(store.root.iterdir())
+
+
 def test_what_is_kept_is_bounded(tmp_path):
     site = Site(tmp_path / "files", max_file_bytes=1000, max_tenant_bytes=1500, max_tenant_files=3)
 
@@ -302,6 +309,21 @@ def test_lists_that_cannot_be_cut_so(site, query):
     async def main():
         async with site.serving() as client:
             assert (await client.http.get(f"/v1/batches?{query}")).status_code == 400
+
+    asyncio.run(main())
+
+
+def test_files_are_listed_newest_or_oldest_first(site):
+    async def main():
+        async with site.serving() as client:
+            for _ in range(3):
+                await client.upload(b"a")
+            lists = [await client.http.get(f"/v1/files{query}") for query in ("", "?order=desc", "?order=asc")]
+            whole, newest, oldest = (response.json()["data"] for response in lists)
+            assert whole == newest == oldest[::-1]
+            for query in ("?order=alien", "?order="):
+                response = await client.http.get(f"/v1/files{query}")
+                assert (response.status_code, response.json()["error"]["param"]) == (400, "order")
 
     asyncio.run(main())
 

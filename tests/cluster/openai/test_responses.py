@@ -90,7 +90,21 @@ def test_the_form_of_an_answer(served):
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": 3}, "temperature"),
-        ({"text": {"format": {"type": "xml"}}}, "response_format.type"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "text.format"),
+        ({"text": {"format": "json"}}, "text.format"),
+        ({"truncation": "some"}, "truncation"),
+        ({"tools": [TOOL], "tool_choice": {"type": "custom", "name": "f"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "some"}, "tool_choice"),
+        ({"tools": [{**TOOL, "name": "f g"}]}, "tools[0].name"),
+        (
+            {"instructions": "x", "input": [{"role": "user", "content": "a"}, {"role": "alien", "content": "b"}]},
+            "input[1].role",
+        ),
+        ({"input": [{"role": "user", "content": 5}]}, "input[0].content"),
+        ({"input": "hi" * 5000}, "input"),
+        ({"max_output_tokens": 10**6}, "max_output_tokens"),
         ({"model": "other"}, "model"),
     ],
 )
@@ -98,4 +112,5 @@ def test_what_is_no_request_is_named(served, fields, param):
     response = served.post("/v1/responses", {"model": "org/tiny", "input": "hi"} | fields)
     error = response.json()["error"]
     assert response.status_code in (400, 404) and error["param"].startswith(param), response.text
+    assert "messages" not in error["message"] and "response_format" not in error["message"]
     assert not served.engine.requests
