@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from ...scheduler.request import MAX_N, MAX_STOP_STRINGS
+from ..text.tokenizer import ROLES
 from .batches import BatchRequest
 from .endpoints import ENDPOINTS
 from .protocol import (
@@ -53,6 +54,17 @@ _TEXT_PARTS = {
         "required": ["type", "text"],
     },
 }
+_CALL = {
+    "type": "object",
+    "properties": {
+        "function": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "arguments": {"type": ["object", "string"]}},  # text: of JSON
+            "required": ["name"],
+        }
+    },
+    "required": ["function"],
+}
 
 # What the fields of requests may be, beyond their types.
 _RANGES: Mapping[str, Schema] = {
@@ -82,8 +94,13 @@ def document(paths: set[str]) -> Schema:
     for kind in requests:
         _narrow(definitions[kind.__name__]["properties"])
     message = definitions["ChatMessage"]
+    roles = "or another that the model's chat template names"
+    message["properties"]["role"] = {"type": "string", "enum": list(ROLES), "description": roles}
     message["properties"]["content"] = {"anyOf": [{"type": "string"}, _TEXT_PARTS, {"type": "null"}]}
-    message["anyOf"] = [{"required": ["content"]}, {"required": ["tool_calls"]}]
+    message["properties"]["tool_calls"] = {"anyOf": [{"type": "array", "items": _CALL}, {"type": "null"}]}
+    text = {"anyOf": [{"type": "string"}, _TEXT_PARTS]}
+    assistant = {"properties": {"role": {"const": "assistant"}}}  # may say nothing, or only call
+    message["anyOf"] = [assistant, {"properties": {"content": text}, "required": ["content"]}]
     definitions["Error"] = _object(
         error=_object(
             message={"type": "string"},

@@ -15,7 +15,7 @@ from ...workers.checkpoint.gguf_file import GGUFFile, eos_token_ids
 from ...workers.checkpoint.locate import locate
 from .gguf_tokenizer import build_backend, special_tokens
 
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # OpenAI's
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # OpenAI's
 
 
 class Tokenizer:
@@ -106,9 +106,9 @@ class Tokenizer:
             raise InvalidRequest(f"chat_template_kwargs may not set {reserved[0]}", "chat_template_kwargs")
         plain = [_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
         for i, role in enumerate(message["role"] for message in plain):
-            if role not in _ROLES and not self._names_role(role):
+            if role not in ROLES and not self._names_role(role):
                 raise InvalidRequest(
-                    f"messages[{i}].role must be one of {', '.join(_ROLES)}, or another that the chat template of "
+                    f"messages[{i}].role must be one of {', '.join(ROLES)}, or another that the chat template of "
                     f"{self._name} names, not {role[:64]!r}",
                     f"messages[{i}].role",
                 )
