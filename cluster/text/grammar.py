@@ -94,6 +94,7 @@ class _Tokens:
         added = backend.get_added_tokens_decoder()
         self.tokens = [read(i) for i in range(max(backend.get_vocab_size(), max(added, default=0) + 1))]
         self.special_token_ids = [i for i, token in added.items() if token.special]
+        self._special = frozenset(self.special_token_ids)
         self.eos_token_id = eos_token_ids[0]
         self.of_bytes = {token[0]: i for i, token in enumerate(self.tokens) if len(token) == 1 and i not in added}
 
@@ -101,7 +102,7 @@ class _Tokens:
         """Of a text that a grammar forces. Byte by byte where the tokenizer would change it, or read a mark in it."""
         ids = self._backend.encode(text, add_special_tokens=False).ids
         wanted = text.encode()
-        if b"".join(self.tokens[i] for i in ids) == wanted and not {*ids} & {*self.special_token_ids}:
+        if b"".join(self.tokens[i] for i in ids) == wanted and self._special.isdisjoint(ids):
             return ids
         return [self.of_bytes[b] for b in wanted]
 
