@@ -18,7 +18,6 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -132,6 +131,7 @@ class Leader:
         await asyncio.gather(*[link.join() for link in self.links])
         self._lap("joining")
         self._say_what_it_took()
+        self.engine.executor.prepare_grammars()  # not sooner: most starts are waited for, and most need none
         for link in self.links:
             self._tasks.spawn(link.report_for_ever(self.group_id, lambda: self.stats, self.clock.times))
         self._tasks.spawn(self._look_after())
@@ -237,15 +237,14 @@ class Leader:
             from .text.grammar import GrammarCompiler
 
             self._lap("imports")
-            grammars = partial(GrammarCompiler, ahead=True)  # while the weights are read: no request waits for it
             # Here and not elsewhere: how many threads an operation uses is a setting of the thread that calls it.
             host = ray.util.get_node_ip_address()  # the one that other nodes know, of a host with several
             progress = _show_progress(self.model)
             executor = make_executor(
-                self.config, progress, self._launch, host, grammars, start_timeout=self.load_timeout
+                self.config, progress, self._launch, host, GrammarCompiler, start_timeout=self.load_timeout
             )
             shares_kv = self.config.kv_transfer_config.shares
-            self.engine = Engine(self.config, grammar_backend=grammars, executor=executor, shares_kv=shares_kv)
+            self.engine = Engine(self.config, grammar_backend=GrammarCompiler, executor=executor, shares_kv=shares_kv)
             self._lap("weights")
             _say(f"warming up {self.model}")
             self.engine.warm_up()

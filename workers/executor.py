@@ -72,6 +72,10 @@ class Executor(Protocol):
         """Run a prefill and a decode, so that the first request does not pay for libraries and kernels starting up."""
         ...
 
+    def prepare_grammars(self) -> None:
+        """Begin, in the background, what the first structured output would wait for."""
+        ...
+
     def close(self, timeout: float = 5.0) -> None:
         """End every rank within about `timeout` seconds. May come from any thread, and again."""
         ...
@@ -121,6 +125,9 @@ class InlineExecutor:
 
     def warm_up(self) -> None:
         _run(self, warm_up_plans(self.worker.config.block_size, self.max_model_len))
+
+    def prepare_grammars(self) -> None:
+        self.worker.prepare_grammars()
 
     def close(self, timeout: float = 5.0) -> None:
         pass
@@ -258,6 +265,9 @@ class GroupExecutor:
 
     def warm_up(self) -> None:
         _run(self, warm_up_plans(self._config.block_size, self.max_model_len))
+
+    def prepare_grammars(self) -> None:
+        self.worker.prepare_grammars()  # another rank, if that samples, does so by itself
 
     def close(self, timeout: float = 5.0) -> None:
         self._members.close(timeout)

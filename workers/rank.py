@@ -104,6 +104,7 @@ class _Member:
         self.control.send(Ready())
         self.monitor.silence = self._expect(Serve, assignment.start_timeout).silence
         self.serving = True
+        worker.prepare_grammars()
         while True:
             message = self._inbox.get()  # as long as beats show that the leader lives
             if isinstance(message, StepPlan):

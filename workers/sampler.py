@@ -32,6 +32,10 @@ class Grammars(Protocol):
         """Each of the matchers, which this made, goes on by its token."""
         ...
 
+    def prepare(self) -> None:
+        """Begin, in the background, what the first grammar would have to wait for."""
+        ...
+
 
 # Of a model, the place of its tokenizer if that is another, and the tokens that end a text. It comes from above: this
 # floor knows no text.

@@ -157,6 +157,11 @@ class Worker:
         graphs.capture_all()
         return graphs
 
+    def prepare_grammars(self) -> None:
+        """Begin, in the background, what the first structured output would wait for, where this rank samples."""
+        if self.grammars is not None:
+            self.grammars.prepare()
+
     def execute(self, plan: StepPlan) -> StepResult | None:
         """This rank's part of a step; the result comes from the one that samples."""
         return self.runner.execute(plan)

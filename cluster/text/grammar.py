@@ -35,6 +35,8 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 
+_SLICES = LLTokenizer.general_slices()  # of the vocabulary, for which masks are kept: what may stand in a string
+
 # As `json.dumps` writes it. Free whitespace is where small models lose themselves.
 _JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -114,17 +116,18 @@ def read_vocabulary(model: str, tokenizer: str | None, eos_token_ids: Sequence[i
     if read.byte_level and ends and read(backend.encode("a", add_special_tokens=False).ids[0]) == b"a":
         tokens = _Tokens(backend, read, ends)
         if len(tokens.of_bytes) == 256:
-            return LLTokenizer(TokenizerWrapper(tokens), eos_token=ends)
+            # In two steps, between which other threads have the lock.
+            return LLTokenizer(TokenizerWrapper(tokens), eos_token=ends, slices=[]).with_slices(_SLICES)
     return LLTokenizer(backend.to_str(), eos_token=ends)
 
 
 class GrammarCompiler:
     """Makes a matcher for each sequence that has a grammar. One thread does the work of all of them.
 
-    The vocabulary, some 0.2 s of work, is read `ahead`, by that thread, or with the first grammar.
+    The vocabulary, some 0.3 s of work, is read when that is asked for, in the background, or with the first grammar.
     """
 
-    def __init__(self, model: str, tokenizer: str | None, eos_token_ids: Sequence[int], ahead: bool = False):
+    def __init__(self, model: str, tokenizer: str | None, eos_token_ids: Sequence[int]):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._ends = eos_token_ids
 
@@ -137,8 +140,9 @@ class GrammarCompiler:
                 return None
 
         self._vocabulary = vocabulary
-        if ahead:
-            self._thread.submit(vocabulary)
+
+    def prepare(self) -> None:
+        self._thread.submit(self._vocabulary)
 
     def __call__(self, params: StructuredOutputsParams, token_ids: Sequence[int]) -> "GrammarMatcher":
         """`token_ids`: what the sequence has generated before, on another worker or before a preemption."""

@@ -124,7 +124,9 @@ def test_a_forced_text_that_the_tokenizer_would_change_goes_byte_by_byte(compile
 def test_a_vocabulary_read_ahead_is_read_once(monkeypatch):
     tokenizer, times = byte_tokenizer(), []
     monkeypatch.setattr(grammar, "load_backend", lambda model, name: times.append(model) or tokenizer.backend)
-    compiler = GrammarCompiler("any", None, tokenizer.eos_token_ids, ahead=True)
+    compiler = GrammarCompiler("any", None, tokenizer.eos_token_ids)
+    assert times == []
+    compiler.prepare()
     compiler._thread.submit(lambda: None).result(20)
     assert times == ["any"]
     assert allowed(compiler(StructuredOutputsParams(regex="a"), ())) == {"a"}
@@ -138,7 +140,8 @@ def test_a_broken_matcher_allows_the_end_and_nothing_else(compiler):
 
 def test_a_vocabulary_that_cannot_be_read_ends_the_text_and_nothing_else(monkeypatch, caplog):
     monkeypatch.setattr(grammar, "load_backend", lambda model, name: 1 / 0)
-    compiler = GrammarCompiler("any", None, byte_tokenizer().eos_token_ids, ahead=True)
+    compiler = GrammarCompiler("any", None, byte_tokenizer().eos_token_ids)
+    compiler.prepare()
     matcher = compiler(StructuredOutputsParams(regex="a"), ())
     assert allowed(matcher) == {EOS, "<|eot|>"} and "ZeroDivisionError" in caplog.text
     compiler.accept([matcher], byte_tokenizer().eos_token_ids[:1])
