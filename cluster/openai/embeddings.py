@@ -10,7 +10,7 @@ from contextlib import aclosing
 from fastapi import Response
 from starlette.types import Receive
 
-from ...scheduler.errors import ContextLengthExceeded, EngineDead
+from ...scheduler.errors import ContextLengthExceeded, EngineDead, Overloaded, RateLimited
 from ...scheduler.request import Request, SamplingParams, SequenceOutput
 from .completions import prompt_token_ids
 from .engine_client import EngineClient, ServedModel
@@ -54,12 +54,34 @@ async def embeddings(body: EmbeddingRequest, model: ServedModel, engine: EngineC
 
 
 async def _run(engine: EngineClient, requests: Sequence[Request]) -> list[SequenceOutput]:
-    """What each request ends with. An error in one of them aborts all."""
+    """What each request ends with. An error in one of them aborts all.
+
+    A full queue is one only where it is so without this call's own requests: else they go in as others of them end.
+    """
 
     room = asyncio.Semaphore(_AT_ONCE)
+    waiting = 0  # of the call's, in the queue or in an engine
+    ended = asyncio.Semaphore(0)
 
     async def last(request: Request) -> SequenceOutput:
-        async with room, aclosing(engine.generate(request)) as outputs:
+        nonlocal waiting
+        async with room:
+            while True:
+                waiting += 1
+                try:
+                    output = await once(request)
+                except Overloaded as error:
+                    waiting -= 1
+                    if not waiting or isinstance(error, RateLimited):
+                        raise
+                    await ended.acquire()
+                else:
+                    waiting -= 1
+                    ended.release()
+                    return output
+
+    async def once(request: Request) -> SequenceOutput:
+        async with aclosing(engine.generate(request)) as outputs:
             async for output in outputs:
                 if output.finish_reason is not None:
                     return output

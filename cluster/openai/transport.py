@@ -89,6 +89,8 @@ def parse_json(body: bytes) -> Any:
 
     try:
         text = body.decode()
+        if text.startswith("\ufeff"):
+            raise InvalidRequest("the body begins with a byte order mark, which JSON does not have")
         parsed = json.loads(text, parse_constant=constant, object_pairs_hook=unique)
         if re.search(r"\\u[dD]", text):  # an escaped surrogate: fine in pairs, which become one character
             json.dumps(parsed, ensure_ascii=False).encode()
