@@ -10,10 +10,11 @@ from contextlib import aclosing
 from fastapi import Response
 from starlette.types import Receive
 
-from ...scheduler.errors import ContextLengthExceeded, EngineDead, Overloaded, RateLimited
+from ...scheduler.errors import ContextLengthExceeded, EngineDead
 from ...scheduler.request import Request, SamplingParams, SequenceOutput
 from .completions import prompt_token_ids
 from .engine_client import EngineClient, ServedModel
+from .own_queue import OwnQueue
 from .protocol import Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage
 from .transport import json_response, until_disconnect
 
@@ -54,34 +55,12 @@ async def embeddings(body: EmbeddingRequest, model: ServedModel, engine: EngineC
 
 
 async def _run(engine: EngineClient, requests: Sequence[Request]) -> list[SequenceOutput]:
-    """What each request ends with. An error in one of them aborts all.
+    """What each request ends with. An error in one of them aborts all."""
 
-    A full queue is one only where it is so without this call's own requests: else they go in as others of them end.
-    """
-
-    room = asyncio.Semaphore(_AT_ONCE)
-    waiting = 0  # of the call's, in the queue or in an engine
-    ended = asyncio.Semaphore(0)
+    room, patient = asyncio.Semaphore(_AT_ONCE), OwnQueue(engine)
 
     async def last(request: Request) -> SequenceOutput:
-        nonlocal waiting
-        async with room:
-            while True:
-                waiting += 1
-                try:
-                    output = await once(request)
-                except Overloaded as error:
-                    waiting -= 1
-                    if not waiting or isinstance(error, RateLimited):
-                        raise
-                    await ended.acquire()
-                else:
-                    waiting -= 1
-                    ended.release()
-                    return output
-
-    async def once(request: Request) -> SequenceOutput:
-        async with aclosing(engine.generate(request)) as outputs:
+        async with room, aclosing(patient.generate(request)) as outputs:
             async for output in outputs:
                 if output.finish_reason is not None:
                     return output

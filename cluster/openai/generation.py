@@ -11,6 +11,7 @@ from ...scheduler.request import Request, TokenLogprobs
 from ..text.detokenizer import Detokenizer
 from ..text.tokenizer import Tokenizer
 from .engine_client import EngineClient
+from .own_queue import OwnQueue
 from .protocol import PromptTokensDetails, Usage
 
 _MAX_PENDING = 64  # deltas of one call that wait for a slow client before its sequences' readers wait too
@@ -39,7 +40,7 @@ class Generation:
     def __init__(
         self, engine: EngineClient, tokenizer: Tokenizer, requests: Sequence[Request], choices_per_prompt: int
     ):
-        self._engine = engine
+        self._engine = OwnQueue(engine) if len(requests) > 1 else engine
         self._tokenizer = tokenizer
         self._requests = requests
         self._choices_per_prompt = choices_per_prompt

@@ -6,6 +6,7 @@ For every operation, PAGEDRAY_SCHEMA_EXAMPLES of them (default 8; 2,000 in the l
 """
 
 import asyncio
+import itertools
 import os
 import re
 import threading
@@ -44,7 +45,8 @@ def served(tmp_path_factory):
     tokenizer = byte_tokenizer(template="{% for m in messages %}{{ m['role'] }}{{ m['content'] }}{% endfor %}")
     engine = FakeEngine(tokenizer)
     hello = engine.spell("Hello world")
-    engine.script = lambda request: hello
+    more = [token for step in hello for token in step] * 20  # where its end is ignored
+    engine.script = lambda request: itertools.chain(hello, itertools.repeat(more))
     models = {"m": ServedModel("m", tokenizer, 4096, 0, tool_call_parser="hermes")}
     options = FileOptions(str(tmp_path_factory.mktemp("files")), max_tenant_files=20, max_file_bytes=100_000)
     app = None
