@@ -56,6 +56,7 @@ class Detokenizer:
         # A character has at most 4 bytes and a token at least 1: a cut one begins in the last 3 tokens.
         self._utf8.decode(b"".join(tokenizer.token_bytes(t) for t in prompt_token_ids[-3:] if t not in self._skipped))
         self._at_start = all(t in tokenizer.special_ids for t in prompt_token_ids)
+        self._own = False  # a token of the sequence's has said something
         self._held = ""
         self._num_tokens = 0
         self._num_chars = 0
@@ -74,7 +75,8 @@ class Detokenizer:
             if stop is not None:
                 return TextDelta("".join(released), i + 1, "stop", stop, tuple(offsets))
         if finish_reason is not None:
-            stop = self._take(self._utf8.decode(b"", final=True), released)
+            # A character that the prompt left cut, and that nothing followed, is the prompt's.
+            stop = self._take(self._utf8.decode(b"", final=True) if self._own else "", released)
             if stop is not None:
                 return TextDelta("".join(released), len(token_ids), "stop", stop, tuple(offsets))
             released.append(self._held)
@@ -83,6 +85,7 @@ class Detokenizer:
 
     def _bytes(self, token_id: int) -> bytes:
         raw = self._tokenizer.token_bytes(token_id)
+        self._own = self._own or bool(raw)
         if self._at_start and raw:
             self._at_start = False
             if raw[:1] == b" " and self._tokenizer.decode([token_id], skip_special_tokens=False) == raw[1:].decode(

@@ -64,6 +64,13 @@ def test_valid_text_never_shows_a_replacement_on_its_way(text):
         assert "\ufffd" not in delta.text
 
 
+@pytest.mark.parametrize(("tokens", "finish"), [([], "length"), ([EOS_ID], "stop"), (ids(BOS), "length")])
+@pytest.mark.parametrize("stop", [(), ("\ufffd",)])
+def test_a_character_that_the_prompt_left_cut_is_not_the_answers(tokens, finish, stop):
+    deltas = run(tokens, finish, prompt=byte_ids("é")[:1], stop=stop)
+    assert (text_of(deltas), deltas[-1].finish_reason, deltas[-1].stop_reason) == ("", finish, None)
+
+
 @pytest.mark.parametrize("finish", ["stop", "length"])
 def test_a_prompt_that_ends_inside_a_character_is_continued(finish):
     euro = byte_ids("€")
