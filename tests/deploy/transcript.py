@@ -102,7 +102,7 @@ def ray_up() -> None:
         env = {"RAY_AUTH_MODE": "token"}
         names = {"HEAD": head.address, "WORKER": worker.address, "configs/ray-up-local.yaml": str(file)}
         shell = Transcript(laptop, env, names | {"serve-two-machines.yaml": str(across)})
-        shell.run("ray get-auth-token --generate", keep="^$")
+        shell.run("ray get-auth-token --generate", keep="(?!)")
         up = f"RAY_UP_enable_autoscaler_v2=0 ray up -y {CONFIGS['local'].relative_to(ROOT)}"
         shell.run(up, keep="Ray runtime started|New status| ERR")
         shell.run("serve deploy serve-two-machines.yaml --address http://HEAD:8265", keep="successfully|error")
