@@ -110,6 +110,14 @@ def document(paths: set[str]) -> Schema:
         )
     )
     definitions["BatchRequest"]["properties"]["endpoint"]["enum"] = list(ENDPOINTS)
+    definitions["TokenizeChat"] = _part(
+        definitions["ChatCompletionRequest"],
+        *("model", "messages", "tools", "tool_choice", "add_generation_prompt", "continue_final_message"),
+        *("chat_template_kwargs", "return_token_strs"),
+    )
+    text = _part(definitions["CompletionRequest"], "model", "prompt", "add_special_tokens", "return_token_strs")
+    text["properties"]["prompt"] = {"type": "string"}
+    definitions["TokenizeText"] = text
     definitions |= _files_and_batches()
     return {
         "openapi": "3.1.0",
@@ -121,6 +129,12 @@ def document(paths: set[str]) -> Schema:
         },
         "security": [{}, {"key": []}],  # where the config has tenants, a key is needed
     }
+
+
+def _part(schema: Schema, *names: str) -> Schema:
+    """Of an object's schema, what is said of some of its properties."""
+    required = [name for name in schema.get("required", ()) if name in names]
+    return {"type": "object", "properties": {n: schema["properties"][n] for n in names}, "required": required}
 
 
 def _narrow(properties: Schema) -> None:
@@ -147,7 +161,7 @@ def _paths() -> Schema:
         answer = {"type": "object"} if model is None else _ref(model.__name__)
         streams = "stream" in kind.model_fields
         paths[path] = {"post": _operation(_json(_ref(kind.__name__)), answer, more=_STREAM if streams else {})}
-    tokenize = {"anyOf": [_ref("ChatCompletionRequest"), _ref("CompletionRequest")]}
+    tokenize = {"anyOf": [_ref("TokenizeChat"), _ref("TokenizeText")]}
     paths["/tokenize"] = {"post": _operation(_json(tokenize), _ref("Tokens"))}
     paths["/detokenize"] = {"post": _operation(_json(_ref("DetokenizeRequest")), _ref("Text"))}
     paths["/v1/models"] = {"get": _operation(None, _ref("ModelList"))}
