@@ -81,11 +81,15 @@ class RankPlaces:
         nodes = _nodes(self.placement_group)
         return tuple(nodes[bundle] for bundle in self.bundles)
 
-    def launch(self, address: "GroupAddress", rank: int) -> "RankHandle":
-        """Start a rank as an actor, which is a child of this process and dies with it."""
+    def start(self, rank: int) -> ActorHandle:
+        """Start the actor that will be a rank: a child of this process, which dies with it."""
         actor: Any = ray.remote(Rank)
         options = self.options(rank) | {"max_concurrency": 3}  # computing, packing, unpacking
-        return RankHandle(actor.options(**options).remote(), address, rank)
+        return actor.options(**options).remote()
+
+    def launch(self, address: "GroupAddress", rank: int) -> "RankHandle":
+        """Start a rank and have it join its group."""
+        return RankHandle(self.start(rank), address, rank)
 
 
 def _nodes(placement_group: PlacementGroup) -> list[str]:
@@ -98,8 +102,11 @@ class Rank:
 
     kv: "KVThreads | None" = None  # once it has loaded
 
+    def __init__(self) -> None:
+        from ..workers import rank  # noqa: F401  # brings torch, before the leader needs this rank
+
     def run(self, address: "GroupAddress", rank: int) -> None:
-        from ..workers import rank as workers_rank  # brings torch, which the leader's process has already
+        from ..workers import rank as workers_rank
 
         workers_rank.run(address, rank, on_ready=self._ready)
 

@@ -97,7 +97,8 @@ class Leader:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._step_began: float | None = None
         self._tasks = Tasks()
-        self.rank_actors: dict[int, ActorHandle] = {}  # beside this one
+        # Beside this one. Their processes start and import while this one does.
+        self.rank_actors = {rank: places.start(rank) for rank in range(1, config.world_size)}
         self.kv: KVConnector | None = None  # once it has loaded, where KV is shared
 
     async def load(self, timeout: float) -> None:
@@ -277,9 +278,7 @@ class Leader:
             self.loop.call_soon_threadsafe(self._die, error)
 
     def _launch(self, address: "GroupAddress", rank: int) -> RankHandle:
-        handle = self.places.launch(address, rank)
-        self.rank_actors[rank] = handle.actor
-        return handle
+        return RankHandle(self.rank_actors[rank], address, rank)
 
     def _in_engine(self, function: "Callable[[Engine], None]") -> None:
         def run() -> None:
