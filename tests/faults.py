@@ -23,6 +23,7 @@ from hosts import Host, Network
 from steady_load import Stream, collect
 
 UP_SECONDS = 240.0  # for everything to be up (again)
+FOUND_SECONDS = 60.0  # for what hangs, or was told to end, to be gone
 BUSY_SECONDS = 60.0  # for the last blocks to be free when nobody asks any more
 _TITLES = {
     "Leader": "ray::Leader",
@@ -39,21 +40,21 @@ _OF_A_GROUP = ("Leader", "Rank", "replica")
 
 # What a round of twenty faults is made of. A stop without a time is for ever: somebody must find out.
 DECK = (
-    *("Leader SIGKILL", "Leader SIGKILL", "Leader SIGSTOP", "Rank SIGKILL", "Rank SIGKILL", "Rank SIGSTOP"),
-    *("replica SIGKILL", "Leader stopped 1 s", "Rank stopped 1 s", "replica stopped 1 s"),
-    *("GlobalScheduler SIGKILL", "GlobalScheduler SIGKILL", "GlobalScheduler stopped 3 s"),
-    *("KVStore SIGKILL", "KVStore stopped 2 s", "ingress SIGKILL", "proxy SIGKILL", "controller SIGKILL"),
-    *("network cut 1.5 s", "network cut 14 s"),
+    *("Leader SIGKILL", "Leader SIGTERM", "Leader SIGSTOP", "Rank SIGKILL", "Rank SIGTERM", "Rank SIGSTOP"),
+    *("replica SIGKILL", "replica SIGTERM", "Leader stopped 1 s", "Rank stopped 1 s", "replica stopped 1 s"),
+    *("GlobalScheduler SIGKILL", "GlobalScheduler stopped 3 s", "KVStore SIGKILL", "KVStore stopped 2 s"),
+    *("ingress SIGKILL", "proxy SIGKILL", "controller SIGKILL", "network cut 1.5 s", "network cut 14 s"),
 )
 
 # The same for who is in a hurry: a group that is built anew takes most of the time.
 SHORT_DECK = (
-    *("Leader SIGKILL", "Leader SIGSTOP", "Rank SIGKILL", "replica SIGKILL"),
-    *("Leader stopped 1 s", "Rank stopped 1 s", "replica stopped 1 s", "ingress stopped 1 s"),
+    *("Leader SIGKILL", "Rank SIGKILL", "replica SIGTERM"),
+    *("Leader stopped 1 s", "Rank stopped 1 s", "Rank stopped 1 s", "replica stopped 1 s", "ingress stopped 1 s"),
     *("GlobalScheduler SIGKILL", "GlobalScheduler SIGKILL", "GlobalScheduler stopped 2 s"),
     *("KVStore SIGKILL", "KVStore SIGKILL", "KVStore stopped 1 s", "ingress SIGKILL", "proxy SIGKILL"),
     *("controller SIGKILL", "network cut 1.5 s", "network cut 1.5 s", "network cut 2.5 s"),
 )
+_AHEAD = 20  # faults among which the next one is chosen
 
 # What is in the Ray cluster: run on the first host.
 _STATE = """
@@ -69,17 +70,27 @@ _STATE = """
 
 
 class Cluster:
-    """`groups` worker groups of `ranks` ranks each, a host for each group as far as there are hosts."""
+    """`groups` worker groups of `ranks` ranks each, a host for each group as far as there are hosts.
 
-    def __init__(self, network: Network, folder: Path, model: Path, groups: int, ranks: int, engine: dict[str, Any]):
+    `env`: what the first host's Ray, its head, finds in its environment.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        folder: Path,
+        model: Path,
+        groups: int,
+        ranks: int,
+        engine: dict[str, Any],
+        env: dict[str, str] | None = None,
+    ):
         self.network, self.groups, self.ranks = network, groups, ranks
         self.url = f"http://{network.hosts[0].address}:8000"
         self.log = folder / "log"
         first, *others = network.hosts
         cpus = ranks * -(-groups // len(network.hosts))
-        first.start_ray(num_cpus=cpus, first=1)
-        for host in others:
-            host.start_ray(first, num_cpus=cpus)
+        first.start_ray(num_cpus=cpus, env=env, first=1)
         config = {
             "model_loading_config": {"model_id": "chaos", "model_source": str(model)},
             "engine_kwargs": {"tensor_parallel_size": ranks, "cpu_threads": 1, **engine},
@@ -94,9 +105,11 @@ class Cluster:
         command = ["-m", "pagedray", "serve", str(path), "--host", "0.0.0.0", "--ray-address", "auto"]
         with self.log.open("w") as log:
             self.process = first.popen(sys.executable, *command, stdout=log, stderr=subprocess.STDOUT)
+        for host in others:  # while Serve starts
+            host.start_ray(first, num_cpus=cpus)
 
     def wait_up(self, seconds: float = UP_SECONDS) -> None:
-        """Until every group has joined, and nothing that was stopped is still there."""
+        """Until every group has joined."""
         deadline = time.monotonic() + seconds
         while self.num_groups() != self.groups:
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -106,8 +119,13 @@ class Cluster:
     def num_groups(self) -> int:
         """As the scheduler has them; 0 while nobody answers."""
         with suppress(httpx.HTTPError, ValueError, KeyError):
-            return len(httpx.get(f"{self.url}/groups", timeout=10).json()["data"])
+            return len(httpx.get(f"{self.url}/groups", timeout=3).json()["data"])
         return 0
+
+    def answers(self) -> bool:
+        with suppress(httpx.HTTPError):
+            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+        return False
 
     def pids(self, kind: str) -> list[tuple[Host, int]]:
         return [
@@ -146,6 +164,7 @@ class Fault:
     waits: dict[int, float] = field(default_factory=dict)  # client → its longest wait for a token since then
     breaks: bool = False  # clients' connections
     over: float = float("inf")  # when what it broke was back
+    whole_after: float | None = None  # seconds until all groups were there again
 
 
 class Clients:
@@ -215,75 +234,111 @@ class Clients:
 
 
 class Chaos:
-    """Does faults to a cluster whose clients are `clients`; `say` is told of each."""
+    """Does faults to a cluster whose clients are `clients`; `say` is told of each.
+
+    They come in the given order, but for those that must wait: a group is only taken away while another one serves, so
+    what needs no group overtakes while one is built anew. Nothing waits for the end of a fault: cables are mended and
+    processes go on when their time has come, whatever else has happened by then.
+    """
 
     def __init__(self, cluster: Cluster, clients: Clients, rng: random.Random, say: Callable[[str], None] = print):
         self.cluster, self.clients, self.rng, self.say = cluster, clients, rng, say
         self.numbers = 0
+        self._whole: set[int] = set()  # processes of groups when last all groups were up: what may be hit
+        self._num_up = 0  # groups
+        self._missed: list[Fault] = []  # that took groups which have not come back
+        self._hanging: dict[int, float] = {}  # process id → when it must have been found out
+        self._passing: list[threading.Timer] = []  # what ends by itself
+        self._edge: Fault | None = None  # the last that took an ingress or proxy, until another one answers
+        self._num_answers = 0  # since then
 
     def run(self, names: Sequence[str], settle: float, seconds: float = float("inf")) -> None:
-        """One fault after the other, none after so many seconds.
-
-        A group is only lost while all are up: so there is another one, if there are several.
-        """
-        began = time.monotonic()
-        for name in names:
-            kind = name.split()[0]
-            if kind in _OF_A_GROUP or name == "network cut 14 s":
-                self.cluster.wait_up()
-            time.sleep(settle)
-            if time.monotonic() > began + seconds:
-                break
+        """All of these faults, none after so many seconds; returns when all is as it was."""
+        left, began = list(names), time.monotonic()
+        while left and time.monotonic() < began + seconds:
+            name = self._wait_for(lambda: next((n for n in left[:_AHEAD] if self._may_come(n)), ""))
+            left.remove(name)
             self.numbers += 1
             self.say(f"{time.strftime('%X')} {self.numbers}: {name}")
-            if kind == "network":
-                self._cut(name)
-            else:
-                self._hit(name, kind)
-        self.cluster.wait_up()
+            self._do(name)
+            time.sleep(settle)
+        self._wait_for(
+            lambda: not (self._passing or self._hanging or self._edge) and self._num_up == self.cluster.groups
+        )
 
-    def _cut(self, name: str) -> None:
-        first, *others = self.cluster.network.hosts
-        self.clients.begin(name, breaks=False)
-        self.cluster.network.partition([first], others)
-        time.sleep(float(name.split()[2]))
-        self.cluster.network.heal()
-
-    def _hit(self, name: str, kind: str) -> None:
+    def _wait_for(self, condition: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + UP_SECONDS
-        while not (found := self.cluster.pids(kind)):
-            assert time.monotonic() < deadline, f"no {kind} is there"
-            time.sleep(0.2)
-        _, pid = self.rng.choice(found)
-        how = name.split()[1]
-        breaks = kind in _EDGE and how == "SIGKILL"
-        fault = self.clients.begin(name, breaks)
-        with suppress(ProcessLookupError):  # it has ended by itself meanwhile, which does as well
-            os.kill(pid, signal.SIGKILL if how == "SIGKILL" else signal.SIGSTOP)
-            if how == "stopped":
-                time.sleep(float(name.split()[2]))
-                os.kill(pid, signal.SIGCONT)
-        if how == "SIGSTOP":
-            _wait_for_end(pid, deadline)
-        if breaks:
-            self._wait_answered(deadline)
-            fault.over = time.monotonic() + 1.0
+        while True:
+            self._look()
+            if value := condition():
+                return value
+            assert time.monotonic() < deadline, f"{self._num_up} groups are up, {self.cluster.log.read_text()[-3000:]}"
+            time.sleep(0.1)
 
-    def _wait_answered(self, deadline: float) -> None:
-        """Until clients are answered again, by the ingress and the proxy that have come."""
-        good = 0
-        while good < 5:
-            assert time.monotonic() < deadline, "no ingress has come again"
-            time.sleep(0.2)
-            with suppress(httpx.HTTPError):
-                good = good + 1 if httpx.get(f"{self.cluster.url}/health", timeout=5).status_code == 200 else 0
+    def _look(self) -> None:
+        """What has changed by itself."""
+        now = time.monotonic()
+        self._passing = [t for t in self._passing if t.is_alive()]
+        for pid, deadline in list(self._hanging.items()):
+            if not Path(f"/proc/{pid}").exists():
+                del self._hanging[pid]
+            assert now < deadline, f"process {pid}, which hangs, is still there"
+        if self._edge is not None:
+            self._num_answers = self._num_answers + 1 if self.cluster.answers() else 0
+            if self._num_answers == 5:
+                self._edge.over, self._edge = time.monotonic() + 1.0, None
+        self._num_up = self.cluster.num_groups()
+        if self._num_up == self.cluster.groups and not self._hanging:
+            now, whole = time.monotonic(), {pid for kind in _OF_A_GROUP for _, pid in self.cluster.pids(kind)}
+            if whole - self._whole:
+                for fault in self._missed:
+                    fault.whole_after = now - fault.at
+                self._missed.clear()
+            self._whole = whole
+
+    def _may_come(self, name: str) -> bool:
+        kind, how = name.split()[:2]
+        if kind == "network":
+            return not self._passing and (float(name.split()[2]) < 10.0 or self._num_up == self.cluster.groups)
+        if kind in _OF_A_GROUP and how != "stopped":
+            others = self._num_up - len(self._hanging) - 1
+            return others >= min(1, self.cluster.groups - 1) and bool(self._victims(kind))
+        return bool(self._victims(kind)) and not (kind in _EDGE and self._edge is not None)
+
+    def _victims(self, kind: str) -> list[int]:
+        pids = [pid for _, pid in self.cluster.pids(kind)]
+        return [p for p in pids if p in self._whole] if kind in _OF_A_GROUP else pids
+
+    def _do(self, name: str) -> None:
+        kind, how, *rest = name.split()
+        for_ = float(rest[0]) if rest else 0.0
+        fault = self.clients.begin(name, breaks=kind in _EDGE and how == "SIGKILL")
+        if kind == "network":
+            first, *others = self.cluster.network.hosts
+            self.cluster.network.partition([first], others)
+            self._end_after(for_, self.cluster.network.heal)
+            return
+        pid = self.rng.choice(self._victims(kind))
+        _signal(pid, signal.SIGSTOP if how == "stopped" else getattr(signal, how))
+        if how == "stopped":
+            self._end_after(for_, lambda: _signal(pid, signal.SIGCONT))
+        else:
+            self._whole.discard(pid)
+            if kind in _OF_A_GROUP:
+                self._missed.append(fault)
+            if how != "SIGKILL":
+                self._hanging[pid] = time.monotonic() + FOUND_SECONDS
+        if fault.breaks:
+            self._edge, self._num_answers = fault, 0
+
+    def _end_after(self, seconds: float, end: Callable[[], None]) -> None:
+        self._passing.append(threading.Timer(seconds, end))
+        self._passing[-1].start()
 
 
-def _wait_for_end(pid: int, deadline: float) -> None:
-    """What was stopped is found out, and killed."""
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < deadline, f"process {pid}, which hangs, is still there"
-        time.sleep(0.2)
+def _signal(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):  # it has ended by itself meanwhile, which does as well
+        os.kill(pid, number)
 
 
 def deal(num_faults: int, rng: random.Random, kinds: Sequence[str] = DECK) -> list[str]:

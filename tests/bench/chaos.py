@@ -1,14 +1,15 @@
 """Processes of a served cluster die, hang and are cut off while streams run; each must be what it is undisturbed.
 
-    python tests/bench/chaos.py MODEL [--faults 200] [--hosts 2] [--groups 2] [--ranks 2] [--seed 0]
+    python tests/bench/chaos.py MODEL [--faults 200] [--hosts 2] [--groups 4] [--ranks 2] [--seed 0]
 
-The hosts are network namespaces (`tests/hosts.py`), each with a Ray of its own; a group of two ranks lies on each.
-Clients stream answers, greedy and sampled, one after the other. Which faults come, in which order and to whom, is the
-seed's choice (`tests/faults.py` has the deck); --kind names one instead, such as "Rank SIGKILL".
+The hosts are network namespaces (`tests/hosts.py`), each with a Ray of its own and half of the groups, of two ranks
+each. Clients stream answers, greedy and sampled, one after the other. Which faults come, in which order and to whom, is
+the seed's choice (`tests/faults.py` has the deck); --kind names one instead, such as "Rank SIGKILL".
 
 Printed: for each kind of fault how long the stream that waited longest went without a token (median, 95th percentile),
-what was wrong (streams that broke off, said something else than undisturbed, or hung), and what is left behind:
-blocks, actors, placement groups, processes, shared files. Ends with 1 if anything was wrong.
+and when all groups were there again; what was wrong (streams that broke off, said something else than undisturbed, or
+hung), and what is left behind: blocks, actors, placement groups, processes, shared files. Ends with 1 if anything was
+wrong.
 """
 
 import argparse
@@ -59,7 +60,7 @@ def main():
     parser.add_argument("model", type=Path)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--groups", type=int, default=2)
+    parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--ranks", type=int, default=2, help="of a group")
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--kind", action="append", choices=sorted(set(DECK)), help="of faults; may be repeated")
@@ -89,9 +90,12 @@ def main():
     by_kind = defaultdict(list)
     for fault in clients.faults:
         if fault.waits:
-            by_kind[fault.name].append(max(fault.waits.values()))
-    for name, waits in sorted(by_kind.items()):
-        print(f"{name}: {len(waits)} faults, the stream that waited longest: {percentiles(waits)}")
+            by_kind[fault.name].append(fault)
+    for name, faults in sorted(by_kind.items()):
+        waits = [max(f.waits.values()) for f in faults]
+        print(f"{name}: {len(faults)} faults, the stream that waited longest: {percentiles(waits)}")
+        if whole := [f.whole_after for f in faults if f.whole_after]:
+            print(f"    all groups there again after: {percentiles(whole)}")
     print(
         f"{chaos.numbers} faults in {took:.0f} s; {clients.num_done} answers, {clients.num_again} asked again as their "
         f"ingress had died, {resumed:.0f} resumptions and {moved:.0f} moves since the last ingress came; "
