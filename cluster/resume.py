@@ -7,8 +7,9 @@ themselves, so the stream continues as it would have, with nothing repeated and 
 
 A group that will leave asks its sequences to move, and works on. While it does, another group is made ready: it is
 asked for one token after those that are out, which brings their KV into its cache, fetched from the node's store or
-computed. Then the sequence moves, and all that the client waits for is the way, and a step over the last few tokens
-(Llumnix migrates in the same spirit: copy while it runs, stop for the rest).
+computed. Where too many came meanwhile, it is asked again. Then the sequence moves, and all that the client waits for
+is the way, and a step over the last few tokens (virtual machines migrate so: copy while it runs, again and again, and
+stop for the rest; Llumnix does it with KV).
 
 A request may be what kills its groups. It is given up when more than `migration_limit` (Dynamo's name) were lost
 with it; those that left on purpose do not count.
@@ -21,6 +22,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 from ..scheduler.block_pool import hash_prompt, root_hash
 from ..scheduler.errors import EngineDead, GroupDrained, GroupLost, PagedRayError
@@ -30,6 +32,8 @@ from .openai.engine_client import EngineClient
 logger = logging.getLogger(__name__)
 
 _BACKOFF_SECONDS = 0.25  # before the second resumption; the first is at once, and each later one waits twice as long
+_FEW_TOKENS = 8  # that another group may have to compute while the client waits: hardly more than a step's only one
+_MAX_ROUNDS = 3  # of making another group ready
 
 
 class ResumingEngine:
@@ -54,7 +58,7 @@ class ResumingEngine:
         current = request
         num_lost = 0  # groups
         while True:
-            other: asyncio.Task[bool] | None = None  # another group, being made ready
+            other: _OtherGroup | None = None
             try:
                 async with aclosing(self.engine.generate(current)) as outputs:
                     async for output in outputs:
@@ -62,14 +66,14 @@ class ResumingEngine:
                             if not delivered:
                                 break  # nothing is lost that a client has waited for
                             if other is None:
-                                upto_here = self._go_on(request, current, delivered, began)
-                                other = asyncio.create_task(self._make_ready(upto_here))
+                                upto_here = partial(self._go_on, request, current, delivered, began)
+                                other = _OtherGroup(self.engine, upto_here, self.block_size(request.model))
                             continue
                         delivered += output.token_ids
                         if num_cached is None:
                             num_cached = output.num_cached_tokens
                         yield replace(output, request_id=request.request_id, num_cached_tokens=num_cached)
-                        if output.finish_reason is None and other is not None and other.done() and other.result():
+                        if output.finish_reason is None and other is not None and other.is_ready(len(delivered)):
                             break
                     else:
                         return
@@ -105,13 +109,49 @@ class ResumingEngine:
             ttft_target=None if delivered else request.ttft_target,
         )
 
+
+class _OtherGroup:
+    """Makes another group ready for a sequence that shall move and runs on meanwhile.
+
+    `upto_here` gives the request with all tokens that are out. What has come since is to be computed when it moves, and
+    so is what has not filled a block: only full ones are found. So where more than a few are left, another round begins
+    as soon as a block has become full.
+    """
+
+    def __init__(self, engine: EngineClient, upto_here: Callable[[], Request], block_size: int):
+        self._engine, self._upto_here, self._block_size = engine, upto_here, max(1, block_size)
+        self._numbers = itertools.count(1)
+        self._num_rounds = 0
+        self._begin()
+
+    def is_ready(self, num_out: int) -> bool:
+        """To be asked after each token, of which so many are out: should the sequence go now?"""
+        if not self._task.done() or not self._task.result():
+            return False
+        num_tokens = self._prompt_len + num_out
+        num_missing = num_tokens - self._num_ready // self._block_size * self._block_size
+        if num_missing <= _FEW_TOKENS or self._num_rounds == _MAX_ROUNDS:
+            return True
+        if num_tokens % self._block_size <= _FEW_TOKENS // 2:
+            self._begin()
+        return False
+
+    def cancel(self) -> None:
+        self._task.cancel()
+
+    def _begin(self) -> None:
+        request = self._upto_here()
+        self._prompt_len, self._num_ready = len(request.prompt_token_ids), len(request.token_ids)
+        self._num_rounds += 1
+        self._task = asyncio.create_task(self._make_ready(request))
+
     async def _make_ready(self, request: Request) -> bool:
         """Have some group hold the KV of all that is out: ask it for one token more. False: none does."""
         sampling = SamplingParams(temperature=0, seed=0, max_tokens=len(request.output_token_ids) + 1)
-        for number in itertools.count(1):
+        for number in self._numbers:
             ahead = replace(request, request_id=f"{request.request_id}~ahead{number}", sampling=sampling)
             try:
-                async with aclosing(self.engine.generate(ahead)) as outputs:
+                async with aclosing(self._engine.generate(ahead)) as outputs:
                     async for output in outputs:
                         if output.moving:
                             break  # that one will leave, too

@@ -180,6 +180,20 @@ def test_a_sequence_moves_when_another_group_is_ready_and_runs_on_until_then():
     assert again.block_hashes[:2] == ahead.block_hashes
 
 
+def test_another_group_is_made_ready_again_until_little_is_left(monkeypatch):
+    """Rounds begin when a block (of two tokens) has just become full, and there are three of them at most."""
+    monkeypatch.setitem(globals(), "ANSWER", tuple(range(11, 41)))
+    monkeypatch.setattr(resume, "_FEW_TOKENS", 1)
+    engine = Moving(asks_after=1)
+    ids, counts = move(engine, ready_after=5)
+    assert ids == ["r", "r~1~ahead1", "r~1~ahead2", "r~1"] and counts == {"resumed": 0, "moved": 1}
+    lengths = [len(r.output_token_ids) for r in engine.requests[1:]]
+    assert lengths[0] == 1 and (3 + lengths[1]) % 2 == 0 and lengths[1] >= 5 and lengths[2] == lengths[1] + 1
+    monkeypatch.setattr(resume, "_FEW_TOKENS", 0)
+    engine = Moving(asks_after=1)
+    assert move(engine)[0] == ["r", *(f"r~1~ahead{i}" for i in (1, 2, 3)), "r~1"]
+
+
 def test_a_sequence_that_ends_before_another_group_is_ready_stays():
     ids, counts = move(Moving(asks_after=1), ready_after=99)
     assert ids == ["r", "r~1~ahead1"] and counts == {"resumed": 0, "moved": 0}
