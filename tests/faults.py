@@ -23,7 +23,7 @@ from hosts import Host, Network
 from steady_load import Stream, collect
 
 UP_SECONDS = 240.0  # for everything to be up (again)
-FOUND_SECONDS = 60.0  # for what hangs, or was told to end, to be gone
+FOUND_SECONDS = 60.0  # for what hangs to be found out, and gone
 BUSY_SECONDS = 60.0  # for the last blocks to be free when nobody asks any more
 _TITLES = {
     "Leader": "ray::Leader",
@@ -38,7 +38,8 @@ _TITLES = {
 _EDGE = ("ingress", "proxy")  # what holds clients' connections
 _OF_A_GROUP = ("Leader", "Rank", "replica")
 
-# What a round of twenty faults is made of. A stop without a time is for ever: somebody must find out.
+# What a round of twenty faults is made of. A stop without a time is for ever: somebody must find out. SIGTERM is for
+# Ray's handler, which may take a while: until the main thread of a process has something to do.
 DECK = (
     *("Leader SIGKILL", "Leader SIGTERM", "Leader SIGSTOP", "Rank SIGKILL", "Rank SIGTERM", "Rank SIGSTOP"),
     *("replica SIGKILL", "replica SIGTERM", "Leader stopped 1 s", "Rank stopped 1 s", "replica stopped 1 s"),
@@ -326,7 +327,7 @@ class Chaos:
             self._whole.discard(pid)
             if kind in _OF_A_GROUP:
                 self._missed.append(fault)
-            if how != "SIGKILL":
+            if how == "SIGSTOP":
                 self._hanging[pid] = time.monotonic() + FOUND_SECONDS
         if fault.breaks:
             self._edge, self._num_answers = fault, 0
