@@ -138,9 +138,9 @@ def main():
                     client, took = asyncio.run(at_rate(url, times * rate, args.seconds, 10 * number + times))
                     results[times] = goodput(client, took, args.ttft)
                     firsts = sorted(first for _, first, _ in client.answered)
-                    refused = f", refused within {1e3 * statistics.median(client.refused_within):.0f} ms" * bool(
-                        client.refused_within
-                    )
+                    refused = ""
+                    if client.refused_within:
+                        refused = f", refused within {1e3 * statistics.median(client.refused_within):.0f} ms"
                     print(
                         f"{times:g} x {rate:.2f} requests/s: goodput {results[times]:.1f} tokens/s, TTFT p50 "
                         f"{firsts[len(firsts) // 2]:.2f} s, p95 {firsts[int(0.95 * len(firsts))]:.2f} s, "
