@@ -115,9 +115,9 @@ def document(paths: set[str]) -> Schema:
         *("model", "messages", "tools", "tool_choice", "add_generation_prompt", "continue_final_message"),
         *("chat_template_kwargs", "return_token_strs"),
     )
-    text = _part(definitions["CompletionRequest"], "model", "prompt", "add_special_tokens", "return_token_strs")
-    text["properties"]["prompt"] = {"type": "string"}
-    definitions["TokenizeText"] = text
+    prompt = _part(definitions["CompletionRequest"], "model", "prompt", "add_special_tokens", "return_token_strs")
+    prompt["properties"]["prompt"] = {"type": "string"}
+    definitions["TokenizeText"] = prompt
     definitions |= _files_and_batches()
     return {
         "openapi": "3.1.0",
