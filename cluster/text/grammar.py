@@ -7,8 +7,11 @@ step that needs them, by another thread if that gets a core.
 
 import json
 import logging
+import math
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from functools import cache
 from typing import Any
 
@@ -35,6 +38,12 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 
+# llguidance makes a state for each remainder of a `multipleOf`, and of those that hold together for each pair,
+# which none of its limits counts: ten thousand take 30 ms, a hundred thousand minutes, and gigabytes.
+_MAX_MULTIPLE, _MAX_PLACES = 10_000, 10
+_MULTIPLE_OF = re.compile(r'"multipleOf"\s*:\s*(-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)')
+_ESCAPED = re.compile(r"\\u00([0-7][0-9a-fA-F])")
+
 _SLICES = LLTokenizer.general_slices()  # of the vocabulary, for which masks are kept: what may stand in a string
 
 # As `json.dumps` writes it. Free whitespace is where small models lose themselves.
@@ -59,12 +68,28 @@ def check_grammar(params: StructuredOutputsParams, param: str) -> None:
     size = sum(len(text) for text in (params.json, params.regex, params.grammar, *params.choice) if text)
     if size > MAX_GRAMMAR:
         raise InvalidRequest(f"{param} has {size} characters; at most {MAX_GRAMMAR} are allowed", param)
+    if not _few_remainders(params.json or params.grammar or ""):
+        raise InvalidRequest(
+            f"{param} cannot be used as a {params.kind}: the least common multiple of its multipleOf must be at most "
+            f"{_MAX_MULTIPLE}, in units of the last decimal place that one of them has",
+            param,
+        )
     try:
         wrong = _fault(LLMatcher(_bytes(), _grammar(params), log_level=0, limits=_LIMITS))
     except ValueError as error:
         wrong = str(error)
     if wrong:
         raise InvalidRequest(f"{param} cannot be used as a {params.kind}: {wrong[:300]}", param)
+
+
+def _few_remainders(text: str) -> bool:
+    """Of what `multipleOf` says, in a schema or in a grammar with schemas in it."""
+    text = _ESCAPED.sub(lambda match: chr(int(match[1], 16)), text)  # keys may be written so
+    values = [Decimal(number) for number in set(_MULTIPLE_OF.findall(text))]
+    places = max((-int(value.as_tuple().exponent) for value in values), default=0)
+    if places > _MAX_PLACES or any(not 0 <= value <= _MAX_MULTIPLE for value in values):
+        return False
+    return math.lcm(*(int(value.scaleb(max(places, 0))) or 1 for value in values)) <= _MAX_MULTIPLE
 
 
 def _fault(matcher: LLMatcher) -> str:

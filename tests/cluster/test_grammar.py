@@ -165,6 +165,12 @@ def test_a_vocabulary_that_cannot_be_read_ends_the_text_and_nothing_else(monkeyp
         ({"regex": r"[^\s\S]"}, "no text fits it"),
         ({"json": {"enum": []}}, "Unsatisfiable"),
         ({"regex": "a" * (MAX_GRAMMAR + 1)}, "at most"),
+        ({"json": {"multipleOf": 2147483648}}, "multipleOf must be at most 10000"),
+        ({"json": {"items": {"allOf": [{"multipleOf": 1009}, {"multipleOf": 1013}]}}}, "multipleOf must be at most"),
+        ({"json": {"multipleOf": 1.000003}}, "multipleOf must be at most"),
+        ({"json": '{"multipleOf": 1e-999999999}'}, "multipleOf must be at most"),
+        ({"json": '{"multipleOf": 1e999999999}'}, "multipleOf must be at most"),
+        ({"grammar": r'start: %json {"multi\u0070leOf": 999983}'}, "multipleOf must be at most"),
         ({"json": "{}", "regex": "a"}, "together"),
         ({}, "none is set"),
         ({"choice": "ab"}, "list of one or more non-empty strings"),
@@ -179,6 +185,15 @@ def test_what_is_no_grammar_is_refused(params, message):
     with pytest.raises(InvalidRequest, match=re.escape(message)) as refused:
         check_grammar(StructuredOutputsParams(**params), "structured_outputs")
     assert len(refused.value.message) < 500
+
+
+def test_a_multiple_of_cents_and_of_hundreds_is_allowed():
+    fields = {
+        "price": {"multipleOf": 0.01},
+        "share": {"multipleOf": 0.25},
+        "lot": {"type": "integer", "multipleOf": 100},
+    }
+    check_grammar(StructuredOutputsParams(json={"type": "object", "properties": fields}), "structured_outputs")
 
 
 @pytest.mark.parametrize("params", [{"regex": "a?"}, {"grammar": 'root ::= "a"?'}, {"json": {"const": ""}}])
