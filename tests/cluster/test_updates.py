@@ -83,6 +83,7 @@ leave_no_process()
 """
 
 
+@pytest.mark.timeout(660)
 def test_no_request_is_dropped_by_an_update_whether_it_works_or_not(tiny_llama, tmp_path):
     tiny_model.save(tiny_llama, tmp_path / "tiny")
     (tmp_path / "home").mkdir()
@@ -93,7 +94,7 @@ def test_no_request_is_dropped_by_an_update_whether_it_works_or_not(tiny_llama, 
             env=isolated_env(tmp_path / "home"),
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=600,
         )
         logs = "".join(p.read_text() for p in Path(temporary).glob("session_2*/logs/serve/*.log"))
     lines = [line for line in run.stdout.splitlines() if line.startswith("result:")]
