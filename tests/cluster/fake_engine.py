@@ -1,6 +1,7 @@
 """An engine that says what a test tells it, and a tiny byte-level tokenizer to say it in."""
 
 import asyncio
+import math
 import struct
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from functools import cache
@@ -9,6 +10,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from pagedray.cluster.text.tokenizer import Tokenizer
+from pagedray.scheduler.errors import Overloaded
 from pagedray.scheduler.request import Request, SequenceOutput, TokenLogprobs
 
 CHAT_TEMPLATE = (
@@ -54,7 +56,7 @@ Step = Sequence[int] | float | Exception
 class FakeEngine:
     """An `EngineClient`. `script` gives each request's steps; the fake ends a sequence as an engine would.
 
-    `aborted` and `running` hold request ids.
+    `aborted` and `running` hold request ids; with `room` for so many, the queue is full for any other.
     """
 
     def __init__(self, tokenizer: Tokenizer, script: Callable[[Request], Iterable[Step]] | None = None):
@@ -63,6 +65,7 @@ class FakeEngine:
         self.num_cached_tokens = 0
         self.requests: list[Request] = []
         self.running: set[str] = set()
+        self.room = math.inf
         self.aborted: list[str] = []
 
     def spell(self, text: str, together: int = 1, end: str = EOS) -> list[Step]:
@@ -75,6 +78,8 @@ class FakeEngine:
         return [next(i for i in range(256) if self.tokenizer.token_bytes(i) == bytes([byte]))]
 
     async def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
+        if len(self.running) >= self.room:
+            raise Overloaded("the queue is full")
         sampling = request.sampling
         self.requests.append(request)
         self.running.add(request.request_id)

@@ -602,20 +602,7 @@ def test_tools_that_must_not_be_called_are_fine(api):
 
 
 def test_a_call_does_not_find_the_queue_full_of_its_own_prompts(api, events):
-    generate, running, room = api.engine.generate, 0, 3
-
-    async def bounded(request):
-        nonlocal running
-        if running >= room:
-            raise Overloaded("the queue is full")
-        running += 1
-        try:
-            async for output in generate(request):
-                yield output
-        finally:
-            running -= 1
-
-    api.engine.generate = bounded
+    api.engine.room = 3
     api.engine.script = each_its_own(api)
     expected = [f"{i}é{i}é" for i in range(20)]
     for stream in (False, True):
@@ -625,15 +612,15 @@ def test_a_call_does_not_find_the_queue_full_of_its_own_prompts(api, events):
             assert [joined(got, i)[0] for i in range(20)] == expected
         else:
             assert [c["text"] for c in response.json()["choices"]] == expected
-    assert running == 0
+    assert not api.engine.running
     api.engine.script = lambda request: [60.0] if request.index else [0.01, EngineDead("gone")]
     assert api.complete(["a"] * 10).status_code == 503  # and whoever waits is told
-    assert running == 0
-    room = 0  # others have filled it
+    assert not api.engine.running
+    api.engine.room = 0  # others have filled it
     assert api.complete(["a"] * 10).status_code == 429
+    api.engine.room = 100
     for error in (RateLimited("enough", 1.0), DeadlineUnmeetable("late", 1.0)):  # which waiting would not mend
         api.engine.script = lambda request, error=error: [error] if request.index else [60.0]
-        api.engine.generate = generate
         assert api.complete(["a"] * 3).status_code == 429
     api.check_alive()
 
