@@ -8,8 +8,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -103,9 +101,7 @@ class Cluster:
         path = folder / "config.yaml"
         scheduler = {"migration_limit": 20}  # many more faults come than a request should ever meet
         path.write_text(json.dumps({"llm_configs": [config], "ingress": ingress, "scheduler": scheduler}))
-        command = ["-m", "pagedray", "serve", str(path), "--host", "0.0.0.0", "--ray-address", "auto"]
-        with self.log.open("w") as log:
-            self.process = first.popen(sys.executable, *command, stdout=log, stderr=subprocess.STDOUT)
+        self.process = first.serve(path, self.log)
         for host in others:  # while Serve starts
             host.start_ray(first, num_cpus=cpus)
 

@@ -239,6 +239,12 @@ class Host:
             timeout=_RAY_SECONDS,
         )
 
+    def serve(self, config: Path, log: Path) -> subprocess.Popen:
+        """`pagedray serve` in the cluster that runs here, on every address; what it says goes to `log`."""
+        command = ["-m", "pagedray", "serve", str(config), "--host", "0.0.0.0", "--ray-address", "auto"]
+        with log.open("w") as out:
+            return self.popen(sys.executable, *command, stdout=out, stderr=subprocess.STDOUT)
+
 
 # Leftovers. A network is a folder of records under its own name; kernel names all begin with that name.
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import httpx
@@ -88,18 +87,7 @@ def server(start_hosts, tiny_llama, tmp_path):
             env=fake,
             timeout=120,
         )
-        command = [
-            "-m",
-            "pagedray",
-            "serve",
-            str(tmp_path / "config.yaml"),
-            "--host",
-            "0.0.0.0",
-            "--ray-address",
-            "auto",
-        ]
-        with log.open("w") as out:
-            process = host.popen(sys.executable, *command, stdout=out, stderr=subprocess.STDOUT)
+        process = host.serve(tmp_path / "config.yaml", log)
         wait_until(lambda: "ready" in log.read_text() or process.poll() is not None, 180, log.read_text)
         assert process.poll() is None, log.read_text()
         yield host, f"http://{host.address}:8000", log

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -115,9 +113,7 @@ def two_hosts(start_hosts, demo_model, tmp_path):
         # Processes of different hosts hash strings differently: nothing that crosses may depend on it.
         first.start_ray(num_cpus=1, env={"PYTHONHASHSEED": "1"})
         config = write_config(tmp_path, demo_model)
-        command = ["-m", "pagedray", "serve", str(config), "--host", "0.0.0.0", "--ray-address", "auto"]
-        with (tmp_path / "log").open("w") as log:
-            process = first.popen(sys.executable, *command, stdout=log, stderr=subprocess.STDOUT)
+        process = first.serve(config, tmp_path / "log")
         wait_until(lambda: actors(first, "GlobalScheduler") and actors(first, "Ingress"), 300)
         second.start_ray(first, num_cpus=1, env={"PYTHONHASHSEED": "2"})
         wait_until(lambda: "ready" in (tmp_path / "log").read_text() or process.poll() is not None, 400)

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -51,18 +49,7 @@ def server(start_hosts, tiny_llama, tmp_path):
     with start_hosts(1, shm_bytes=2 * OBJECT_STORE) as network:
         (host,) = network.hosts
         host.start_ray(num_cpus=2)
-        command = [
-            "-m",
-            "pagedray",
-            "serve",
-            str(tmp_path / "config.yaml"),
-            "--host",
-            "0.0.0.0",
-            "--ray-address",
-            "auto",
-        ]
-        with (tmp_path / "log").open("w") as log:
-            process = host.popen(sys.executable, *command, stdout=log, stderr=subprocess.STDOUT)
+        process = host.serve(tmp_path / "config.yaml", tmp_path / "log")
         deadline = time.monotonic() + 300
         while "ready" not in (tmp_path / "log").read_text():
             assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()

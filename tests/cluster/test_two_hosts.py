@@ -1,8 +1,6 @@
 """One model over two hosts, each with its own Ray node: the tokens are those of one rank; losing a host is survived."""
 
 import json
-import subprocess
-import sys
 import textwrap
 
 import httpx
@@ -112,10 +110,8 @@ def server(network, demo_model, tmp_path_factory):
     }
     ingress = {"ray_actor_options": {"num_cpus": 0, "resources": {"first": 0.01}}}
     (folder / "config.yaml").write_text(json.dumps({"llm_configs": [config], "ingress": ingress}))
-    command = ["-m", "pagedray", "serve", str(folder / "config.yaml"), "--host", "0.0.0.0", "--ray-address", "auto"]
-    with (folder / "log").open("w") as log:
-        process = first.popen(sys.executable, *command, stdout=log, stderr=subprocess.STDOUT)
     log = folder / "log"
+    process = first.serve(folder / "config.yaml", log)
     wait_until(lambda: "ready" in log.read_text() or process.poll() is not None, 240, lambda: log.read_text())
     assert process.poll() is None, log.read_text()
     yield f"http://{first.address}:8000"
