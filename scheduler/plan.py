@@ -63,3 +63,4 @@ class StepResult:
     step_id: int
     tokens: tuple[SampledToken, ...]
     pooled: tuple[PooledSequence, ...] = ()
+    deferred: tuple[int, ...] = ()  # seq_ids: what may come next was not known yet, so no token was drawn

@@ -2,7 +2,8 @@
 
 The order of sequences is static: `key = arrival + priority * priority_weight`, in seconds. A level of priority is
 worth so many seconds of waiting, equal priorities are first come first served, and nobody starves: a sequence waits
-only for those with a smaller key, of which no new ones come once its key has passed. All rules follow from it:
+only for those with a smaller key, of which no new ones come once its key has passed. Who runs follows from it
+(`_share_budget` has how a step is divided):
 
 - the running set is the smallest keys, as many as slots and blocks allow; a smaller key preempts a larger one;
 - blocks are handed out in key order; where they run out, the largest key is preempted (its KV is recomputed later).
@@ -52,7 +53,7 @@ class SchedulerStats:
     prefix_cache_queries: int  # tokens looked up
     prefix_cache_hits: int  # tokens found
     num_steps: int
-    num_waiting_for_kv: int = 0  # of those that wait, for blocks that are on their way
+    num_waiting_for_kv: int = 0  # fetches that sequences wait for
     prefix_cache_hits_node: int = 0  # of the tokens found, those that were fetched for it from the node's store
     prefix_cache_hits_network: int = 0  # and from another node's
     num_scheduled_tokens: int = 0  # computed in all steps
@@ -433,6 +434,10 @@ class StepScheduler:
             if finish_reason:
                 self._running.remove(seq)
                 self._forget(seq)
+        for seq_id in result.deferred:
+            seq = self._awaiting(seq_id, result.step_id)
+            if seq is not None:
+                seq.num_computed_tokens -= 1  # its last token is computed again, for the logits
         for pooled in result.pooled:
             seq = self._awaiting(pooled.seq_id, result.step_id)
             if seq is None:

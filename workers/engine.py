@@ -96,6 +96,8 @@ class Engine:
             raise InvalidRequest(
                 "structured_outputs needs a grammar backend, and this engine has none", "structured_outputs"
             )
+        if request.sampling.structured_outputs and not self.executor.model_config.eos_token_ids:
+            raise InvalidRequest("structured_outputs needs a model with a token that ends a text", "structured_outputs")
         self.scheduler.add(request, self.clock())
 
     def abort_request(self, request_id: str) -> bool:
@@ -107,8 +109,8 @@ class Engine:
     def step(self) -> list[SequenceOutput]:
         """Advance by the earliest step in flight, with as many behind it as the pipeline takes.
 
-        Returns what sequences gained; empty while prompts are still being read. Raises `EngineDead` where a rank is
-        lost: this engine is of no more use then.
+        Returns what sequences gained; empty while prompts are being read or grammars compiled. Raises `EngineDead`
+        where a rank is lost: this engine is of no more use then.
         """
         began, plan = self.clock(), None
         while self.scheduler.num_in_flight < self.executor.max_in_flight:
@@ -119,8 +121,10 @@ class Engine:
         self.stalled = not self.scheduler.num_in_flight
         if self.stalled:
             return []
-        outputs = self.scheduler.update(self.executor.collect())
-        if plan is not None and self.executor.max_in_flight == 1:  # several at a time say nothing about one
+        result = self.executor.collect()
+        outputs = self.scheduler.update(result)
+        # Several at a time say nothing about one, and one that had to wait for a grammar nothing about others.
+        if plan is not None and self.executor.max_in_flight == 1 and not result.deferred:
             self._learn(plan, self.clock() - began)
         return outputs
 

@@ -16,6 +16,8 @@ from .parallel import RankGroup
 from .prompt_reader import PromptReader
 from .sampler import Grammars, Sampler, TokenMatcher
 
+_PATIENCE = 0.02  # seconds that a step waits for grammars where all that it has to do waits for them
+
 
 @dataclass(slots=True)
 class SequenceState:
@@ -29,6 +31,7 @@ class SequenceState:
     matcher: TokenMatcher | None = None
     pooling: Pooling | None = None
     reader: PromptReader | None = None  # until the prompt is computed, where its positions are wanted
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # from then on until the first token is drawn
 
     @classmethod
     def of(cls, new: NewSequence, grammars: Grammars | None) -> "SequenceState":
@@ -102,7 +105,7 @@ class ModelRunner:
         if group is not None and not shard.last_stage:
             group.send_hidden(plan.step_id, hidden)
             return None
-        pooled, prompt_logprobs = self._read_prompts(plan, hidden)
+        pooled = self._read_prompts(plan, hidden)
         sampled = [s.seq_id for s in plan.scheduled if s.sample and self.states[s.seq_id].draws]
         if not sampled:
             if group is not None and pooled:
@@ -111,32 +114,40 @@ class ModelRunner:
         logits = self._logits(hidden[inputs.sample_rows])
         if logits is None:
             return None
-        tokens, logprobs = self.sampler.sample(logits, [self.states[s] for s in sampled])
+        whole = shard.first_stage and len(sampled) == len(plan.scheduled)  # no other step, no other sequence
+        drawn, deferred = self._draw(sampled, logits, _PATIENCE if whole else 0.0)
         if group is not None:
             group.check()
-        return StepResult(
-            plan.step_id,
-            tuple(
-                SampledToken(seq_id, token, at, prompt_logprobs.get(seq_id, ()))
-                for seq_id, token, at in zip(sampled, tokens, logprobs, strict=True)
-            ),
-            pooled,
-        )
+        return StepResult(plan.step_id, drawn, pooled, deferred)
+
+    def _draw(
+        self, seq_ids: list[int], logits: Tensor, patience: float
+    ) -> tuple[tuple[SampledToken, ...], tuple[int, ...]]:
+        """A token each, of logits [n, vocab]; and the sequences whose grammars are not compiled yet."""
+        states = [self.states[s] for s in seq_ids]
+        rows = self.sampler.ready(states, patience)
+        deferred = tuple(s for row, s in enumerate(seq_ids) if row not in rows) if len(rows) < len(seq_ids) else ()
+        if deferred:
+            seq_ids, states, logits = [seq_ids[r] for r in rows], [states[r] for r in rows], logits[rows]
+        if not rows:
+            return (), deferred
+        tokens = []
+        for seq_id, state, token, at in zip(seq_ids, states, *self.sampler.sample(logits, states), strict=True):
+            tokens.append(SampledToken(seq_id, token, at, state.prompt_logprobs))
+            state.prompt_logprobs = ()
+        return tuple(tokens), deferred
 
     def _logits(self, hidden: Tensor) -> Tensor | None:
         """Of hidden states [n, hidden]: [n, vocab] in fp32 on the rank that samples, None on others of its stage."""
         logits = self.model.logits(hidden)
         return logits if self.group is None else self.group.gather_logits(logits)
 
-    def _read_prompts(
-        self, plan: StepPlan, hidden: Tensor
-    ) -> tuple[tuple[PooledSequence, ...], dict[int, tuple[TokenLogprobs, ...]]]:
-        """Let those read this step's rows [num_tokens, hidden] who want them; what the prompts that end here told.
+    def _read_prompts(self, plan: StepPlan, hidden: Tensor) -> tuple[PooledSequence, ...]:
+        """Let those read this step's rows [num_tokens, hidden] who want them; the embeddings of prompts that end here.
 
         All ranks of the last stage do so, in the plan's order: logits are theirs together.
         """
         pooled: list[PooledSequence] = []
-        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
         row = 0
         for share in plan.scheduled:
             state = self.states[share.seq_id]
@@ -145,11 +156,11 @@ class ModelRunner:
                 if share.sample and state.pooling:
                     pooled.append(PooledSequence(share.seq_id, state.reader.embedding()))
                 elif share.sample:
-                    logprobs[share.seq_id] = tuple(state.reader.logprobs)
+                    state.prompt_logprobs = tuple(state.reader.logprobs)
                 if share.sample:
                     state.reader = None
             row += share.num_tokens
-        return tuple(pooled), logprobs
+        return tuple(pooled)
 
     def forward(self, first: Tensor, positions: Tensor, metadata: ops.AttentionMetadata) -> Tensor:
         """Run this rank's layers. `first`: token ids [num_tokens], or, at a later stage, [num_tokens, hidden]."""
@@ -164,7 +175,9 @@ class ModelRunner:
 
     def _apply(self, plan: StepPlan) -> None:
         for seq_id in plan.released:
-            del self.states[seq_id]
+            state = self.states.pop(seq_id)
+            if state.matcher is not None:
+                state.matcher.cancel()
         for new in plan.new:
             self.states[new.seq_id] = SequenceState.of(new, self.grammars)
         for share in plan.scheduled:

@@ -18,8 +18,19 @@ from ..scheduler.request import SamplingParams, StructuredOutputsParams, TokenLo
 class TokenMatcher(Protocol):
     """A sequence's place in its grammar."""
 
+    def ready(self, timeout: float = 0.0) -> bool:
+        """Whether its grammar has been compiled, within `timeout` seconds; only then what it allows may be asked."""
+        ...
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more."""
+        ...
+
     def allowed(self) -> np.ndarray:
-        """uint32 [words]: the tokens that may come next, as `ops.mask_tokens` reads them. Valid until the next one."""
+        """uint32 [words]: the tokens that may come next, as `ops.mask_tokens` reads them. Valid until the next one.
+
+        A token that the words have no bit for may not come.
+        """
         ...
 
 
@@ -64,6 +75,15 @@ class Sampler:
         self.eos_token_ids = list(eos_token_ids)
         self.grammars = grammars
 
+    def ready(self, states: Sequence[SamplingState], patience: float = 0.0) -> list[int]:
+        """The rows for which a token can be drawn; where there is none, after up to `patience` seconds. The others'
+        grammars are still being compiled."""
+        rows = [row for row, state in enumerate(states) if state.matcher is None or state.matcher.ready()]
+        if not rows and patience:
+            share = patience / len(states)
+            rows = [row for row, state in enumerate(states) if state.matcher is None or state.matcher.ready(share)]
+        return rows
+
     def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Draw one token a row. logits: [len(states), vocab] fp32, changed in place."""
         asked = [i for i, s in enumerate(states) if s.sampling.logprobs is not None]
@@ -71,8 +91,10 @@ class Sampler:
         matchers = {row: state.matcher for row, state in enumerate(states) if state.matcher}
         allowed = {row: matcher.allowed() for row, matcher in matchers.items()}
         if allowed:
-            masks = np.stack(list(allowed.values())).view(np.int32)
-            ops.mask_tokens(logits, torch.tensor(list(allowed)), torch.from_numpy(masks))
+            masks = np.zeros((len(allowed), max(map(len, allowed.values()))), np.uint32)
+            for mask, words in zip(masks, allowed.values(), strict=True):
+                mask[: len(words)] = words
+            ops.mask_tokens(logits, torch.tensor(list(allowed)), torch.from_numpy(masks.view(np.int32)))
         for i, (row, state) in enumerate(zip(logits, states, strict=True)):
             self._adjust(row, state, allowed.get(i))
         tokens = self._choose(logits, states)

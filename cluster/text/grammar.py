@@ -9,8 +9,9 @@ import json
 import logging
 import math
 import re
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from decimal import Decimal
 from functools import cache
 from typing import Any
@@ -26,7 +27,8 @@ from .tokenizer import TokenBytes, load_backend
 logger = logging.getLogger(__name__)
 
 MAX_GRAMMAR = 100_000  # characters
-_MASK_SECONDS = 60.0  # for a step's; the limits below end one within some 20 ms. The first may wait for the vocabulary
+_MASK_SECONDS = 30.0  # for a step's; the limits below end one within some 20 ms
+_COMPILE_SECONDS = 300.0  # for a grammar and those before it; the limits below end one within a second or two
 
 # llguidance's units of work ("fuel"), about 14,000 to 50,000 a millisecond.
 _LIMITS = LLParserLimits(
@@ -149,7 +151,8 @@ def read_vocabulary(model: str, tokenizer: str | None, eos_token_ids: Sequence[i
 class GrammarCompiler:
     """Makes a matcher for each sequence that has a grammar. One thread does the work of all of them.
 
-    The vocabulary, some 0.3 s of work, is read when that is asked for, in the background, or with the first grammar.
+    No token is drawn for a sequence until its grammar is compiled, which may take a second. The vocabulary, some
+    0.3 s of work, is read when that is asked for, in the background, or with the first grammar.
     """
 
     def __init__(self, model: str, tokenizer: str | None, eos_token_ids: Sequence[int]):
@@ -176,32 +179,31 @@ class GrammarCompiler:
     def accept(self, matchers: Sequence["GrammarMatcher"], token_ids: Sequence[int]) -> None:
         """The tokens that were drawn; their successors are found in the background."""
         for matcher in matchers:
-            matcher.job.finish()  # where nobody asked what it allows
+            matcher.finish()  # where nobody asked what it allows
 
         def advance() -> None:
             for matcher, token_id in zip(matchers, token_ids, strict=True):
                 matcher.advance(token_id)
 
-        job = _Job(self._thread, advance, movable=True)
+        job = _Job(self._thread, advance)
         for matcher in matchers:
             matcher.job = job
 
 
 class _Job:
-    """Work of the grammars' thread, that whoever waits for it may do instead where it is `movable`."""
+    """Work of the grammars' thread, that whoever waits for it may do instead."""
 
-    def __init__(self, thread: ThreadPoolExecutor, work: Callable[[], None], movable: bool):
+    def __init__(self, thread: ThreadPoolExecutor, work: Callable[[], None]):
         self._work: Callable[[], None] | None = work
-        self._movable = movable
         self._future = thread.submit(work)
 
     def finish(self) -> None:
         """Return when it is done."""
         if self._work is None:
             return
-        if self._movable and self._future.cancel():
-            # The thread has not come to it, because other processes have the cores: to do it here takes less time than
-            # to wait until they let it.
+        if self._future.cancel():
+            # The thread has not come to it: it compiles a grammar, or other processes have the cores. To do it here
+            # takes less time than to wait.
             self._work()
         else:
             self._future.result(_MASK_SECONDS)
@@ -219,34 +221,68 @@ class GrammarMatcher:
         params: StructuredOutputsParams,
         token_ids: Sequence[int],
     ):
+        self.job: _Job | None = None  # since the last token
         self._matcher: LLMatcher | None = None
+        self._allowed = np.zeros(max(ends) // 32 + 1, np.uint32)
+        for token in ends:
+            self._allowed[token // 32] |= np.uint32(1 << token % 32)
+        self._deadline = time.monotonic() + _COMPILE_SECONDS
 
-        def start() -> None:
+        def compile_grammar() -> tuple[LLMatcher, np.ndarray] | None:
             tokens = vocabulary()
             if tokens is None:
-                self._allowed = np.zeros(max(ends) // 32 + 1, np.uint32)
-                for token in ends:
-                    self._allowed[token // 32] |= np.uint32(1 << token % 32)
-                return
-            self._allowed = np.empty(-(-tokens.vocab_size // 32), np.uint32)
-            self._place = self._allowed.ctypes.data, self._allowed.nbytes
-            self._matcher = matcher = LLMatcher(tokens, _grammar(params), log_level=0, limits=_LIMITS)
+                return None
+            matcher = LLMatcher(tokens, _grammar(params), log_level=0, limits=_LIMITS)
             matcher.consume_tokens(list(token_ids))
-            self._look(matcher)
+            allowed = np.empty(-(-tokens.vocab_size // 32), np.uint32)
+            _look(matcher, allowed)
+            return matcher, allowed
 
-        self.job = _Job(thread, start, movable=False)  # it may take long, and there are others to serve
+        self._compiling: Future[tuple[LLMatcher, np.ndarray] | None] | None = thread.submit(compile_grammar)
+
+    def ready(self, timeout: float = 0.0) -> bool:
+        """Whether the grammar has been compiled, within `timeout` seconds; what it allows may be asked from then on.
+
+        One that takes minutes, or fails, allows the end of the text and nothing else.
+        """
+        if self._compiling is None:
+            return True
+        try:
+            if compiled := self._compiling.result(timeout):
+                self._matcher, self._allowed = compiled
+        except TimeoutError:
+            if time.monotonic() < self._deadline:
+                return False
+            self._compiling.cancel()
+            logger.error("a structured output ends here: its grammar was not compiled in %.0f s", _COMPILE_SECONDS)
+        except Exception:
+            logger.exception("a structured output ends here: its grammar cannot be compiled")
+        self._compiling = None
+        return True
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more."""
+        if self._compiling is not None:
+            self._compiling.cancel()
+
+    def finish(self) -> None:
+        """Wait for what the last token led to."""
+        if self.job is not None:
+            self.job.finish()
 
     def allowed(self) -> np.ndarray:
         """uint32 [words]: a bit for each token that may come next; of a complete text, its ends. Until `accept`."""
-        self.job.finish()
+        self.finish()
         return self._allowed
 
     def advance(self, token_id: int) -> None:
         if self._matcher is not None:
             self._matcher.consume_token(token_id)
-            self._look(self._matcher)
+            _look(self._matcher, self._allowed)
 
-    def _look(self, matcher: LLMatcher) -> None:
-        if matcher.is_error():  # a limit was met on the way: its mask allows nothing but the end
-            logger.warning("a structured output ended early: %s", matcher.stop_reason())
-        matcher.unsafe_compute_mask_ptr(*self._place)
+
+def _look(matcher: LLMatcher, allowed: np.ndarray) -> None:
+    """Fill in what may come next."""
+    if matcher.is_error():  # a limit was met on the way: its mask allows nothing but the end
+        logger.warning("a structured output ended early: %s", matcher.stop_reason())
+    matcher.unsafe_compute_mask_ptr(allowed.ctypes.data, allowed.nbytes)

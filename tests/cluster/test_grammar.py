@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from pagedray.cluster.text import grammar
 from pagedray.cluster.text.grammar import MAX_GRAMMAR, GrammarCompiler, check_grammar, read_vocabulary
 from pagedray.cluster.text.tokenizer import Tokenizer
 from pagedray.scheduler.errors import InvalidRequest
+from pagedray.scheduler.request import Request
 
 SCHEMA = {
     "type": "object",
@@ -36,6 +38,7 @@ def spell(text):
 
 def allowed(matcher):
     """The texts of the tokens that may come next."""
+    assert matcher.ready(20)
     tokenizer = byte_tokenizer()
     bits = np.unpackbits(matcher.allowed().view(np.uint8), bitorder="little")
     assert not bits[tokenizer.vocab_size :].any()
@@ -62,14 +65,16 @@ def test_a_mask_does_not_wait_for_a_thread_that_is_not_given_a_core(compiler):
     assert not go_on.is_set()
     go_on.set()
     other = compiler(StructuredOutputsParams(regex="(ab|cd)+e"), ())
-    compiler.accept([other], spell("a"))  # before its grammar was read, perhaps
-    compiler.accept([other], spell("b"))
+    assert other.ready(20)
+    compiler.accept([other], spell("a"))
+    compiler.accept([other], spell("b"))  # before anybody asked what "a" led to
     assert allowed(other) == {"a", "c", "cd", "cde", "e"}
 
 
 def test_a_matcher_takes_up_what_was_generated_elsewhere(compiler):
     params = StructuredOutputsParams(regex="(ab)+c")
     one, other = compiler(params, ()), compiler(params, spell("aba"))
+    assert one.ready(20) and other.ready(20)
     for token in spell("aba"):
         compiler.accept([one], [token])
     assert allowed(one) == allowed(other) == {"b"}
@@ -78,6 +83,7 @@ def test_a_matcher_takes_up_what_was_generated_elsewhere(compiler):
 def test_sequences_of_a_step_go_on_together(compiler):
     forms = [StructuredOutputsParams(regex=r) for r in ("(ab|cd)+e", "a+b", "cd?e")]
     one, two, three = matchers = [compiler(form, ()) for form in forms]
+    assert all(m.ready(20) for m in matchers)
     compiler.accept(matchers, [*spell("a"), *spell("a"), *spell("c")])
     assert [allowed(m) for m in matchers] == [{"b"}, {"a", "b"}, {"d", "e"}]
     compiler.accept([three, one], [*spell("d"), *spell("b")])
@@ -131,6 +137,38 @@ def test_a_vocabulary_read_ahead_is_read_once(monkeypatch):
     assert times == ["any"]
     assert allowed(compiler(StructuredOutputsParams(regex="a"), ())) == {"a"}
     assert times == ["any"]
+
+
+def test_a_grammar_is_compiled_beside_the_steps_and_given_up_in_time(compiler, monkeypatch, caplog):
+    go_on = threading.Event()
+    compiler._thread.submit(go_on.wait, 20)  # as a grammar that takes long
+    params = StructuredOutputsParams(regex="ab")
+    waits = compiler(params, ())
+    assert not waits.ready() and not waits.ready(0.01)
+    monkeypatch.setattr(grammar, "_COMPILE_SECONDS", 0.0)
+    late = compiler(params, ())
+    assert late.ready() and "not compiled in" in caplog.text
+    assert allowed(late) == {EOS, "<|eot|>"}
+    assert not waits.ready()
+    go_on.set()
+    assert allowed(waits) == {"a"}
+    compiler.accept([waits, late], [*spell("a"), byte_tokenizer().eos_token_ids[0]])
+    assert allowed(waits) == {"b"} and allowed(late) == {EOS, "<|eot|>"}
+
+
+def test_a_grammar_that_nobody_waits_for_is_not_compiled(compiler):
+    go_on = threading.Event()
+    compiler._thread.submit(go_on.wait, 20)
+    forgotten = compiler(StructuredOutputsParams(regex="a"), ())
+    forgotten.cancel()
+    go_on.set()
+    assert allowed(compiler(StructuredOutputsParams(regex="b"), ())) == {"b"}
+    assert forgotten._compiling.cancelled()
+
+
+def test_a_grammar_that_cannot_be_compiled_ends_its_own_text_alone(compiler, caplog):
+    assert allowed(compiler(StructuredOutputsParams(regex="(a"), ())) == {EOS, "<|eot|>"}
+    assert allowed(compiler(StructuredOutputsParams(regex="a"), ())) == {"a"}
 
 
 def test_a_broken_matcher_allows_the_end_and_nothing_else(compiler):
@@ -253,3 +291,39 @@ def test_a_preempted_answer_goes_on_in_its_grammar(llm):
     assert llm.engine.stats().num_preemptions > before
     for text in [alone, *(o.outputs[0].text for o in together)]:
         assert re.fullmatch("([a-z]{3}, ){30}end", text)
+
+
+def test_a_grammar_that_takes_long_to_compile_holds_up_its_own_answer_alone(llm):
+    engine, prompt = llm.engine, tuple(range(300, 340))
+    form = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[0-9]{6}"), seed=1, prompt_logprobs=0)
+    free = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
+
+    def run(slow):
+        go_on = threading.Event()
+        if slow:
+            engine.executor.worker.grammars._thread.submit(go_on.wait, 60)
+        engine.add_request(Request("form", prompt, form))
+        engine.add_request(Request("free", prompt[:9], free))
+        tokens, told, ended = {"form": [], "free": []}, [], []
+        while engine.has_unfinished():
+            for output in engine.step():
+                tokens[output.request_id] += output.token_ids
+                told += output.prompt_logprobs
+                ended += [output.request_id] * (output.finish_reason is not None)
+            if "free" in ended:
+                go_on.set()
+        return tokens, told, ended
+
+    *undisturbed, ended = run(slow=False)
+    assert ended == ["form", "free"] and len(undisturbed[1]) == 39
+    *held_up, ended = run(slow=True)
+    assert ended == ["free", "form"] and held_up == undisturbed
+
+
+def test_a_model_without_a_token_that_ends_a_text_takes_no_grammar(llm, monkeypatch):
+    endless = replace(llm.engine.executor.model_config, eos_token_ids=())
+    monkeypatch.setattr(llm.engine.executor, "model_config", endless)
+    form = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"), seed=1)
+    with pytest.raises(InvalidRequest, match="a token that ends a text"):
+        llm.engine.add_request(Request("endless", (300, 301), form))
+    assert not llm.engine.has_unfinished()

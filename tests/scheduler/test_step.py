@@ -28,9 +28,14 @@ def request(name, prompt, max_tokens=None, priority=0, **sampling):
 
 
 class Run:
-    """Drives a scheduler with a model whose next token is a function of the tokens so far, and checks every step."""
+    """Drives a scheduler with a model whose next token is a function of the tokens so far, and checks every step.
 
-    def __init__(self, scheduler, next_token=lambda tokens: 7):
+    Of every `defers` draws one is put off to the next step, as for a grammar that is not compiled yet; 0: none.
+    """
+
+    def __init__(self, scheduler, next_token=lambda tokens: 7, defers=0):
+        self.defers = defers
+        self.num_draws = 0
         self.scheduler = scheduler
         self.next_token = next_token
         self.tokens = {}  # request id -> prompt and output
@@ -86,7 +91,7 @@ class Run:
             tokens, blocks = self.ranks[share.seq_id], self.blocks[share.seq_id]
             for i in range(share.num_computed_tokens, share.num_computed_tokens + share.num_tokens):
                 self.kv[blocks[i // s.block_size], i % s.block_size] = tuple(tokens[: i + 1])
-        drawn, pooled = [], []
+        drawn, pooled, deferred = [], [], []
         for share in plan.scheduled:
             tokens, blocks = self.ranks[share.seq_id], self.blocks[share.seq_id]
             for i in range(share.num_computed_tokens + share.num_tokens):
@@ -97,8 +102,12 @@ class Run:
             if share.sample and share.seq_id in self.pooling:
                 pooled.append(PooledSequence(share.seq_id, bytes(tokens)))
             elif share.sample:
-                drawn.append(SampledToken(share.seq_id, self.next_token(tokens)))
-        self.in_flight.append(StepResult(plan.step_id, tuple(drawn), tuple(pooled)))
+                self.num_draws += 1
+                if self.defers and self.num_draws % self.defers == 0:
+                    deferred.append(share.seq_id)
+                else:
+                    drawn.append(SampledToken(share.seq_id, self.next_token(tokens)))
+        self.in_flight.append(StepResult(plan.step_id, tuple(drawn), tuple(pooled), tuple(deferred)))
 
     def take_in(self, result):
         for output in self.scheduler.update(result):
@@ -167,6 +176,7 @@ def workloads(draw):
         requests=requests,
         arrivals=draw(st.lists(st.integers(0, 6), min_size=len(requests), max_size=len(requests))),
         aborts=draw(st.dictionaries(st.integers(0, 40), st.integers(0, 11), max_size=4)),
+        defers=draw(st.sampled_from([0, 0, 2, 3, 7])),
     )
 
 
@@ -174,7 +184,7 @@ def workloads(draw):
 @settings(max_examples=150, deadline=None)
 def test_every_request_ends_with_its_own_tokens_and_all_blocks_come_back(work):
     scheduler = make(**work["scheduler"])
-    run, aborted, step = Run(scheduler, chaotic), set(), 0
+    run, aborted, step = Run(scheduler, chaotic, work["defers"]), set(), 0
     todo = list(zip(work["requests"], work["arrivals"], strict=True))
     wait = 0
     while todo or scheduler.has_unfinished():
@@ -195,6 +205,24 @@ def test_every_request_ends_with_its_own_tokens_and_all_blocks_come_back(work):
             assert run.tokens[req.request_id] == right
             assert run.embeddings[req.request_id] == (bytes(right) if req.pooling else b"")
             assert run.finish[req.request_id] in ("stop", "length")
+
+
+def test_a_sequence_that_waits_for_its_grammar_holds_up_nobody():
+    scheduler = make()
+    run = Run(scheduler)
+    for name in "ab":
+        run.add(request(name, [1, 2, 3], 4, ignore_eos=True))
+    for step in range(4):
+        plan = scheduler.schedule()
+        waits, runs = (share.seq_id for share in plan.scheduled)
+        assert plan.scheduled[0].num_computed_tokens == (2 if step else 0)
+        outputs = scheduler.update(StepResult(plan.step_id, (SampledToken(runs, 7),), (), (waits,)))
+        assert [o.request_id for o in outputs] == ["b"]
+        scheduler.check_integrity()
+    plan = scheduler.schedule()
+    assert [(s.num_computed_tokens, s.num_tokens, s.new_token_ids) for s in plan.scheduled] == [(2, 1, ())]
+    (output,) = scheduler.update(StepResult(plan.step_id, (SampledToken(waits, 7),)))
+    assert output.request_id == "a" and output.token_ids == (7,)
 
 
 def test_a_request_that_can_never_fit_is_refused_and_others_go_on():

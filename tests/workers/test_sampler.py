@@ -187,13 +187,19 @@ def test_penalties_count_the_right_tokens():
 
 
 class Allows:
-    """A matcher that always allows the same tokens."""
+    """A matcher that always allows the same tokens, once it is ready: at once, or when it is asked so often again."""
 
-    def __init__(self, *tokens):
+    def __init__(self, *tokens, ready_after=0, num_words=-(-VOCAB // 32)):
         self.tokens = tokens
+        self.ready_after, self.num_words = ready_after, num_words
+        self.waits = []
+
+    def ready(self, timeout=0.0):
+        self.waits.append(timeout)
+        return len(self.waits) > self.ready_after
 
     def allowed(self):
-        words = np.zeros(-(-VOCAB // 32), np.uint32)
+        words = np.zeros(self.num_words, np.uint32)
         for token in self.tokens:
             words[token // 32] |= np.uint32(1 << token % 32)
         return words
@@ -209,7 +215,7 @@ class Accepted(list):
 def test_rows_with_a_grammar_keep_to_it_and_others_do_not_notice():
     logits = random_logits(6)
     settings = [SamplingParams(temperature=t, seed=1, logprobs=1) for t in (0.0, 1.0, 2.0) * 2]
-    matchers = [Allows(31), None, Allows(0, 39), Allows(*range(VOCAB)), None, Allows(32, 33, 5)]
+    matchers = [Allows(31, num_words=1), None, Allows(0, 39), Allows(*range(VOCAB)), None, Allows(32, 33, 5)]
     free, _ = sample(logits, *map(State, settings))
     grammars = Accepted()
     states = [State(s, matcher=m) for s, m in zip(settings, matchers, strict=True)]
@@ -219,6 +225,18 @@ def test_rows_with_a_grammar_keep_to_it_and_others_do_not_notice():
     assert tokens[3] == free[3]
     assert grammars == [[(m.tokens, t) for m, t in zip(matchers, tokens, strict=True) if m]]
     assert all(got.top[0][0] == row.argmax() for got, row in zip(logprobs, logits, strict=True))  # the model's own
+
+
+def test_rows_wait_for_their_own_grammar_alone():
+    greedy = SamplingParams(temperature=0.0)
+    slow, quick = Allows(3, ready_after=3), Allows(4)
+    states = [State(greedy, matcher=slow), State(greedy), State(greedy, matcher=quick)]
+    sampler = Sampler(EOS, Accepted())
+    assert sampler.ready(states) == [1, 2]
+    assert sampler.ready(states[:1], patience=0.5) == []
+    assert slow.waits == [0.0, 0.0, 0.5]
+    assert sampler.ready(states, patience=0.5) == [0, 1, 2]
+    assert slow.waits == [0.0, 0.0, 0.5, 0.0]
 
 
 def test_min_tokens_bans_the_ends_that_a_grammar_allows_among_others():
