@@ -48,6 +48,10 @@ _ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "--cpu-threads": (int, "of a rank"),
     "--kv-transfer-config": (_json, "sharing KV between worker groups, such as '{\"kv_connector\": null}' for none"),
     "--tokenizer": (str, "where it is not the model's own"),
+    "--generation-config": (
+        str,
+        "where a request does not say how to sample: auto (as the model's makers do) or vllm",
+    ),
 }
 _SHORT = {"--tensor-parallel-size": ["-tp"], "--pipeline-parallel-size": ["-pp"]}
 _OTHER_NAMES = {"--kv-cache-memory": ["--kv-cache-memory-bytes"]}
@@ -170,7 +174,7 @@ def _parser() -> _Parser:
     chat = command(commands, "chat", _chat, "chat with a model of a running server; Ctrl-D leaves")
     _add_endpoint_flags(chat, "--url")
     chat.add_argument("--system", help="the system prompt")
-    chat.add_argument("--temperature", type=float, help="randomness (default: the server's)")
+    chat.add_argument("--temperature", type=float, default=0.7, help="randomness")
     chat.add_argument("--max-tokens", type=int, metavar="N", help="of an answer")
 
     drain = command(commands, "drain", _drain, "have a worker group move its sequences to others, and leave")
@@ -379,12 +383,13 @@ def _generate(args: argparse.Namespace) -> int:
 
     names = [f.removeprefix("--").replace("-", "_") for f in _SAMPLING_FLAGS] + ["stop", "ignore_eos"]
     wish = {n: getattr(args, n) for n in names if hasattr(args, n)}
-    sampling = SamplingParams(**wish)
+    SamplingParams(**wish)  # before anything is loaded
 
     from .llm import LLM
 
     show = sys.stderr.isatty()
     llm = LLM(_model(args.model)[0], use_tqdm=show, **_engine_kwargs(args))
+    sampling = llm.get_default_sampling_params().clone(**wish)
     if args.chat:
         chats = [[{"role": "user", "content": p}] for p in args.prompt]
         outputs = llm.chat(chats, sampling, use_tqdm=show)

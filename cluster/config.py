@@ -85,7 +85,7 @@ class ObservabilityOptions:
     """What the application tells of itself, beside `/metrics`."""
 
     vllm_metric_names: bool = False  # in /metrics, beside ours
-    json_logs: bool = False  # every process logs JSON lines to stderr, one for each request too
+    json_logs: bool = False  # ingresses, schedulers and leaders log JSON lines, ingresses one for each request
     otlp_traces_endpoint: str | None = None  # vLLM's name: where an OpenTelemetry collector takes OTLP over HTTP
     trace_sample_ratio: float = 1.0  # of requests that do not come with a trace of their own
 
@@ -433,7 +433,7 @@ class _DeploymentOptions(_Section):
     request_router_config: dict[str, Any] | None = None
     refused = {
         "name": "deployments are named after what they are",
-        "user_config": "settings are fixed at start",
+        "user_config": "PagedRay hands its own settings over that way: change the arguments, and deploy again",
         "max_queued_requests": "say scheduler.max_queued_requests",
         "placement_group_bundles": "say placement_group_config",
         "placement_group_strategy": "say placement_group_config",
@@ -453,7 +453,10 @@ _VLLM: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "cpu_offload_gb": ((0,), "weights are not offloaded"),
     "compilation_config": (None, "models are not compiled"),
     "max_seq_len_to_capture": (None, "the CUDA graphs of decode hold for any length"),
-    "disable_custom_all_reduce": (None, "ranks of one host reduce through shared memory, others through gloo"),
+    "disable_custom_all_reduce": (
+        None,
+        "ranks of a host reduce through shared memory, others by gloo, GPUs by NCCL",
+    ),
     "distributed_executor_backend": (("ray", "mp", "uni"), "Ray places the worker groups"),
     "data_parallel_size": ((1,), "deployment_config.num_replicas says how many copies run"),
     "max_parallel_loading_workers": (None, "weights are memory-mapped"),
@@ -463,7 +466,7 @@ _VLLM: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "disable_log_stats": (None, "/metrics has the figures"),
     "trust_remote_code": (None, "no code from a checkpoint is run, and a model that needs some is refused"),
     "enable_chunked_prefill": ((True,), "prefill is always chunked"),
-    "scheduling_policy": (("fcfs", "priority"), "requests go by priority, then by arrival"),
+    "scheduling_policy": (("fcfs", "priority"), "requests go by arrival + priority x 10 s"),
     "preemption_mode": (("recompute",), "a preempted sequence is computed again"),
     "kv_cache_dtype": (("auto",), "KV is kept in the model's dtype"),
     "load_format": (("auto", "safetensors", "gguf"), "the format is read from the files"),
@@ -602,7 +605,7 @@ def _check_same(model: ModelDeployment, path: str, other: ModelDeployment, where
     if model.role == other.role:
         at = f"{path}.model_loading_config.model_id"
         raise ConfigError(f"{at} is {model.model_id!r}, as in {where}: ids must differ, or roles (prefill, decode)")
-    for name in ("model", "tokenizer", "dtype", "quantization", "block_size", "max_model_len"):
+    for name in ("model", "tokenizer", "dtype", "quantization", "block_size", "max_model_len", "generation_config"):
         mine, theirs = getattr(model.engine, name), getattr(other.engine, name)
         if mine != theirs:
             what = f"{name} is {mine!r}, and {theirs!r} in {where}"

@@ -18,7 +18,7 @@ from ..scheduler.block_pool import hash_prompt, root_hash
 from ..scheduler.errors import EngineDead, PagedRayError
 from ..scheduler.request import Request, SequenceOutput
 from ..scheduler.tenants import TenantDirectory
-from ..workers.checkpoint.locate import read_config
+from ..workers.checkpoint.locate import read_config, sampling_defaults
 from . import global_scheduler
 from .config import ApplicationConfig, ModelDeployment
 from .console.routes import add_console
@@ -85,7 +85,7 @@ class MeasuredEngine:
 def _reading(model: ModelDeployment) -> tuple[Any, ...]:
     """What an ingress makes of a model: if that is as it was, there is nothing to load."""
     engine = model.engine
-    reading = (model.tool_call_parser, model.reasoning_parser)
+    reading = (model.tool_call_parser, model.reasoning_parser, engine.generation_config)
     return model.model_id, engine.model, engine.tokenizer, engine.max_model_len, *reading
 
 
@@ -191,6 +191,7 @@ class Ingress:
             created=int(time.time()),
             tool_call_parser=model.tool_call_parser or detect_parser(tokenizer.chat_template),
             reasoning_parser=model.reasoning_parser,
+            sampling_defaults=sampling_defaults(model.engine),
         )
 
     def _make_batches(self) -> BatchRunner | None:

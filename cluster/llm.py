@@ -15,6 +15,7 @@ from tqdm import tqdm
 from ..scheduler.errors import InvalidRequest
 from ..scheduler.request import Request, SamplingParams, SequenceOutput
 from ..workers.checkpoint.load import Progress
+from ..workers.checkpoint.locate import sampling_defaults
 from ..workers.config import EngineConfig
 from ..workers.engine import Engine
 from ..workers.executor import Executor, make_executor
@@ -74,6 +75,7 @@ class LLM:
         self.close = weakref.finalize(self, leave)
         self.engine = Engine(config, grammar_backend=GrammarCompiler, executor=executor)
         self.tokenizer = Tokenizer.load(config.model, config.tokenizer)
+        self._sampling_defaults = sampling_defaults(config)
         self._request_ids = itertools.count()
 
     def __enter__(self) -> "LLM":
@@ -84,6 +86,10 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """How the model's makers would have it sampled (`generation_config`), for calls without `sampling_params`."""
+        return SamplingParams(**self._sampling_defaults)  # type: ignore[arg-type]
 
     def generate(
         self,
@@ -96,7 +102,7 @@ class LLM:
         Returns one output a prompt, in order. Raises `InvalidRequest` before anything runs if one of them cannot run.
         """
         encoded = [self._encode(p) for p in _as_list(prompts)]
-        return self._run(encoded, _one_each(sampling_params, len(encoded)), use_tqdm)
+        return self._run(encoded, self._one_each(sampling_params, len(encoded)), use_tqdm)
 
     def chat(
         self,
@@ -121,7 +127,14 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self._run(encoded, _one_each(sampling_params, len(encoded)), use_tqdm)
+        return self._run(encoded, self._one_each(sampling_params, len(encoded)), use_tqdm)
+
+    def _one_each(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or self.get_default_sampling_params()] * count
+        if len(params) != count:
+            raise InvalidRequest(f"{len(params)} sampling_params for {count} prompts: give one, or one a prompt")
+        return list(params)
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         content: Any = prompt
@@ -234,11 +247,3 @@ def _show(bar: tqdm, done: int, total: int) -> None:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     single = isinstance(prompts, str | Mapping) or (bool(prompts) and isinstance(prompts[0], int))
     return [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
-
-
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise InvalidRequest(f"{len(params)} sampling_params for {count} prompts: give one, or one a prompt")
-    return list(params)

@@ -11,6 +11,7 @@ from ..scheduler.names import nearest
 DTYPES = ("auto", "bfloat16", "float32")
 DEVICES = ("auto", "cuda", "cpu")
 QUANTIZATIONS = ("auto", "none", "int8", "fp8")
+GENERATION_CONFIGS = ("auto", "vllm")
 GPU_BLOCK_SIZE = 64  # a block's keys of a head are a tile of their own then
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")  # what `workers.rope` computes
 
@@ -157,6 +158,7 @@ class EngineConfig:
 
     model: str  # a folder, a .gguf file or a hub id
     tokenizer: str | None = None  # where it is not the model's own
+    generation_config: str = "auto"  # how requests are sampled that do not say: "auto" as the model's own, "vllm": not
     dtype: str = "auto"
     # Weights: "auto" as the files have them, GGUF's blocks included; "int8" any; "none" dequantized to dtype. On a GPU
     # "int8" and "fp8" are of weights and activations, and all others are dequantized.
@@ -228,6 +230,9 @@ class EngineConfig:
             object.__setattr__(self, "quantization", "auto")
         if self.quantization not in QUANTIZATIONS:
             raise ConfigError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, not {self.quantization!r}")
+        if self.generation_config not in GENERATION_CONFIGS:
+            right = " or ".join(GENERATION_CONFIGS)
+            raise ConfigError(f"generation_config must be {right}, not {self.generation_config!r}")
         for name, low in (
             ("block_size", 1),
             ("max_model_len", 1),
@@ -266,6 +271,12 @@ class EngineConfig:
         if len(values) != length:
             raise ConfigError(f"{name} has {len(values)} entries; it takes one for each of {length}: {list(values)}")
         object.__setattr__(self, name, tuple(values))
+
+    def check_context(self, model: ModelConfig) -> None:
+        """Raise `ConfigError` for a context that the model was not made for."""
+        longest = model.max_position_embeddings
+        if self.max_model_len and self.max_model_len > longest:
+            raise ConfigError(f"max_model_len is {self.max_model_len}, but the model was made for at most {longest}")
 
     @property
     def world_size(self) -> int:

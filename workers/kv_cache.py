@@ -61,10 +61,8 @@ def plan_capacity(
     Raises `ConfigError` where the settings contradict each other or the model.
     """
     shards = shards or (whole_model(config),)
-    longest = config.max_position_embeddings
-    if engine.max_model_len and engine.max_model_len > longest:
-        raise ConfigError(f"max_model_len is {engine.max_model_len}, but the model was made for at most {longest}")
-    wanted = engine.max_model_len or longest
+    engine.check_context(config)
+    wanted = engine.max_model_len or config.max_position_embeddings
     if engine.num_kv_blocks and engine.kv_cache_memory:
         raise ConfigError("num_kv_blocks and kv_cache_memory both say how large the KV pool is; give one")
     if engine.num_kv_blocks:

@@ -1,7 +1,7 @@
 """The engine as HTTP sees it, and a model that is served."""
 
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ...scheduler.request import Request, SequenceOutput
@@ -28,3 +28,4 @@ class ServedModel:
     created: int
     tool_call_parser: str | None = None  # how this model writes calls; see text/tool_calls.py
     reasoning_parser: str | None = None  # None: what it thinks is part of its answer
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # for requests that do not say

@@ -37,7 +37,7 @@ _IGNORED = frozenset(
 )
 
 # Fields that would change the answer and are not supported, with the values that ask for nothing (null always does).
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "suffix": ("",),
@@ -175,7 +175,7 @@ class GenerationRequest(Body):
 
     def _check_fields(self) -> None:
         extra = self.model_extra or {}
-        for name, harmless in _UNSUPPORTED.items():
+        for name, harmless in UNSUPPORTED.items():
             value = extra.get(name)
             if value is None or value in harmless:
                 continue
@@ -184,7 +184,7 @@ class GenerationRequest(Body):
             raise InvalidRequest("best_of is not supported by this server, other than equal to n", "best_of")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed together with stream: true", "stream_options")
-        unknown = extra.keys() - _IGNORED - _UNSUPPORTED.keys()
+        unknown = extra.keys() - _IGNORED - UNSUPPORTED.keys()
         if unknown:
             logger.warning(
                 "ignored unknown fields of a request: %s", short(sorted(unknown))
@@ -232,9 +232,9 @@ class GenerationRequest(Body):
         if max_tokens is None:
             max_tokens = min(self.default_max_tokens or room, room)
         check_token_ids("stop_token_ids", self.stop_token_ids or (), model)
-        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
+        given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         return SamplingParams(
-            **{name: value for name, value in given.items() if value is not None},
+            **{**model.sampling_defaults, **given},
             max_tokens=max_tokens,
             seed=seed,
             logprobs=self.num_logprobs(),
@@ -420,8 +420,20 @@ class ChatCompletionRequest(GenerationRequest):
         return super().asked_max_tokens()
 
 
+# Fields of the other endpoints that would change the answer, with the values that ask for nothing.
+_OTHERS: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "response_format": (None,),
+    "messages": (None,),
+    "max_tokens": (None,),
+    "max_completion_tokens": (None,),
+}
+
+
 class ResponsesRequest(Body):
-    """A request of the Responses API. Unknown fields change nothing; `responses` checks the rest."""
+    """A request of the Responses API; `responses` reads what it shares with chat."""
 
     input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1)]
     instructions: str | None = None
@@ -440,6 +452,12 @@ class ResponsesRequest(Body):
         for name in ("previous_response_id", "conversation", "prompt", "background"):
             if (self.model_extra or {}).get(name):
                 raise InvalidRequest(f"{name} is not supported: this server stores no responses", name)
+        for name, harmless in _OTHERS.items():
+            if (self.model_extra or {}).get(name) not in harmless:
+                raise InvalidRequest(f"{name} is no field of /v1/responses", name)
+        known = {*ChatCompletionRequest.model_fields, *UNSUPPORTED, *_IGNORED, *_OTHERS, "include", "reasoning"}
+        if unknown := (self.model_extra or {}).keys() - known:
+            logger.warning("ignored unknown fields of a request: %s", short(sorted(unknown)))
 
 
 def _prompts(value: Any) -> list[str | list[int]]:

@@ -20,7 +20,7 @@ from ...scheduler.errors import InvalidRequest
 from .chat import start_chat
 from .engine_client import EngineClient, ServedModel
 from .generation import Generation
-from .protocol import ChatCompletionRequest, ResponsesRequest
+from .protocol import UNSUPPORTED, ChatCompletionRequest, ResponsesRequest
 from .reply import Parts, ReplyReader
 from .transport import EventStream, until_disconnect
 
@@ -28,7 +28,9 @@ from .transport import EventStream, until_disconnect
 _SAME = (
     *("model", "temperature", "top_p", "stream", "parallel_tool_calls", "seed", "top_k", "min_p", "stop", "priority"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "cache_salt", "ignore_eos", "min_tokens"),
-    "ttft_target",
+    *("ttft_target", "logit_bias", "stop_token_ids", "skip_special_tokens", "include_stop_str_in_output"),
+    *("chat_template_kwargs", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *UNSUPPORTED,
 )
 
 
@@ -156,6 +158,9 @@ class _Answer:
         self._reader = reader
         self._output: list[dict[str, Any]] = []
         self._sequence = -1
+        said = {"temperature": body.temperature, "top_p": body.top_p}
+        sampled = {"temperature": 1.0, "top_p": 1.0, **model.sampling_defaults}
+        sampled |= {name: value for name, value in said.items() if value is not None}
         self._head: dict[str, Any] = {
             "id": call_id,
             "object": "response",
@@ -167,11 +172,11 @@ class _Answer:
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "temperature": sampled["temperature"],
             "text": body.text or {"format": {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": list(body.tools or ()),
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "top_p": sampled["top_p"],
             "truncation": "disabled",
         }
 

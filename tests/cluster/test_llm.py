@@ -1,5 +1,6 @@
 """Offline inference, `LLM(...).generate(...)`, on a tiny model that has a tokenizer and a chat template."""
 
+import json
 import math
 import os
 import subprocess
@@ -67,6 +68,15 @@ def generate(llm):
 def assert_idle(llm):
     assert not llm.engine.has_unfinished() and llm.engine.stats().num_used_blocks == 0
     llm.engine.scheduler.check_integrity()
+
+
+def test_who_does_not_say_how_gets_what_the_models_makers_say(folder):
+    said = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(said | {"temperature": 0.5, "top_k": 1}))
+    llm = make(folder)
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, top_k=1)
+    texts = [llm.generate("the ships", p, use_tqdm=False)[0].outputs[0].text for p in (None, GREEDY)]
+    assert texts[0] and texts[1].startswith(texts[0][:5])
 
 
 def random_letters(llm, **changes):

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from pagedray.scheduler.errors import CheckpointError
+from pagedray.scheduler.errors import CheckpointError, ConfigError
 from pagedray.workers.checkpoint.config import read_eos_token_ids, read_model_config
-from pagedray.workers.config import RopeConfig
+from pagedray.workers.checkpoint.locate import sampling_defaults
+from pagedray.workers.config import EngineConfig, RopeConfig
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],
@@ -133,3 +134,18 @@ def test_broken_json_names_the_file(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ')
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read as JSON"):
         read_model_config(tmp_path)
+
+
+def test_how_the_models_makers_would_have_it_sampled(config, tmp_path):
+    config()
+    engine = EngineConfig.from_kwargs(model=str(tmp_path))
+    assert sampling_defaults(engine) == {}
+    said = {"temperature": 0.6, "top_k": 20, "top_p": None, "do_sample": True, "max_new_tokens": 5, "eos_token_id": 2}
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    assert sampling_defaults(engine) == {"temperature": 0.6, "top_k": 20}
+    assert sampling_defaults(EngineConfig.from_kwargs(model=str(tmp_path), generation_config="vllm")) == {}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"top_p": "most"}))
+    with pytest.raises(CheckpointError, match="generation_config.json: top_p must be"):
+        sampling_defaults(engine)
+    with pytest.raises(ConfigError, match="generation_config must be auto or vllm, not 'mine'"):
+        EngineConfig.from_kwargs(model=str(tmp_path), generation_config="mine")

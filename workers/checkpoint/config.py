@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...scheduler.errors import CheckpointError
+from ...scheduler.errors import CheckpointError, InvalidRequest
+from ...scheduler.request import SamplingParams
 from ..config import ROPE_TYPES, ModelConfig, RopeConfig
 
 # What transformers takes for a key that config.json leaves out, where that differs between the architectures.
@@ -122,6 +123,21 @@ def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
         raise CheckpointError(f"{folder}: eos_token_id must be token ids, not {value!r}")
     return tuple(ids)
+
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def read_sampling_defaults(folder: Path) -> dict[str, float]:
+    """How the model's makers would have it sampled: fields of `SamplingParams`, from generation_config.json."""
+    generation = folder / "generation_config.json"
+    values = read_json(generation) if generation.exists() else {}
+    found = {name: values[name] for name in _SAMPLING if values.get(name) is not None}
+    try:
+        SamplingParams(**found)
+    except InvalidRequest as error:
+        raise CheckpointError(f"{generation}: {error.message}") from None
+    return found
 
 
 class _Getter:

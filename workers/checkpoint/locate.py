@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 from ...scheduler.errors import CheckpointError
-from ..config import ModelConfig
-from .config import read_model_config
+from ..config import EngineConfig, ModelConfig
+from .config import read_model_config, read_sampling_defaults
 from .gguf import GGUFCheckpoint
 
 _HUB_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
@@ -15,6 +15,14 @@ def read_config(model: str) -> ModelConfig:
     """What a model is, from its headers. Raises `CheckpointError` where it is missing, damaged or not supported."""
     path = locate(model, weights=False)
     return GGUFCheckpoint(path).config if path.is_file() else read_model_config(path)
+
+
+def sampling_defaults(engine: EngineConfig) -> dict[str, float]:
+    """What holds for requests that do not say how they are sampled; a .gguf file says nothing of it."""
+    if engine.generation_config == "vllm":
+        return {}
+    path = locate(engine.model, weights=False)
+    return {} if path.is_file() else read_sampling_defaults(path)
 
 
 def locate(model: str, weights: bool = True) -> Path:

@@ -1,5 +1,7 @@
 """What chat and completions answer, streamed and whole."""
 
+from dataclasses import replace
+
 import pytest
 
 from pagedray.cluster.openai import protocol
@@ -126,15 +128,26 @@ def test_choices_share_a_seed_and_differ_in_index(api):
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
 def test_a_temperature_of_nothing_is_not_one_that_was_left_out(api, path):
-    body = {"messages": [{"role": "user", "content": "x"}], "input": "x"}
-    if path == "/v1/completions":
-        body["prompt"] = "x"
+    said = {"/v1/completions": "prompt", "/v1/responses": "input"}
+    body = {said[path]: "x"} if path in said else {"messages": [{"role": "user", "content": "x"}]}
     cases = [({}, 1.0, False), ({"temperature": None}, 1.0, False), ({"temperature": 0}, 0.0, True)]
     cases += [({"temperature": 1e-9}, 1e-9, True), ({"temperature": 1e-4}, 1e-4, False), ({"top_p": 0}, 1.0, True)]
     for fields, temperature, greedy in [*cases, ({"top_k": 1}, 1.0, True), ({"top_k": 0}, 1.0, False)]:
         assert api.post(path, body | fields).status_code == 200
         sampling = api.engine.requests[-1].sampling
         assert (sampling.temperature, sampling.greedy) == (temperature, greedy), fields
+
+
+def test_what_a_request_does_not_say_the_models_makers_do(api):
+    api.models["org/tiny"] = replace(api.models["org/tiny"], sampling_defaults={"temperature": 0.6, "top_k": 20})
+    for fields, expected in (
+        ({}, (0.6, 20, 1.0)),
+        ({"temperature": 0, "top_p": 0.9}, (0.0, 20, 0.9)),
+        ({"top_k": 0}, (0.6, 0, 1.0)),
+    ):
+        assert api.chat(**fields).status_code == 200
+        sampling = api.engine.requests[-1].sampling
+        assert (sampling.temperature, sampling.top_k, sampling.top_p) == expected
 
 
 def test_prompts_of_token_ids(api):

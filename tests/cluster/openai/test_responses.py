@@ -88,6 +88,11 @@ def test_the_form_of_an_answer(served):
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"n": 2}, "n"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"bad_words": ["a"]}, "bad_words"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias"),
+        ({"guided_regex": "(("}, "guided_regex"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": 3}, "temperature"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
@@ -114,3 +119,13 @@ def test_what_is_no_request_is_named(served, fields, param):
     assert response.status_code in (400, 404) and error["param"].startswith(param), response.text
     assert "messages" not in error["message"] and "response_format" not in error["message"]
     assert not served.engine.requests
+
+
+def test_what_chat_and_vllm_call_so_is_taken(served):
+    taken = {"logit_bias": {"7": 2}, "stop_token_ids": [5], "guided_choice": ["a"], "min_p": 0.1}
+    served.models = {k: replace(m, sampling_defaults={"top_p": 0.8}) for k, m in served.models.items()}
+    response = create(served, "a", temperature=0.5, extra_body=taken)
+    sampling = served.engine.requests[-1].sampling
+    assert (sampling.logit_bias, sampling.stop_token_ids, sampling.min_p) == ({7: 2}, (5,), 0.1)
+    assert sampling.structured_outputs.choice == ("a",)
+    assert (response.temperature, response.top_p) == (sampling.temperature, sampling.top_p) == (0.5, 0.8)
