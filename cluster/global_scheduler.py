@@ -202,6 +202,10 @@ class ClusterStats:
     leaving: bool = False  # the application is about to end
 
 
+def shutting_down() -> EngineDead:
+    return EngineDead("the server is shutting down; send the request again")
+
+
 def group_gone() -> GroupLost:
     """What becomes of a request whose group is lost."""
     return GroupLost("the worker group that held this request is gone; send it again")
@@ -216,6 +220,7 @@ class GlobalScheduler:
         self.epoch = uuid.uuid4().hex
         self.options = SchedulerOptions()
         self.leaving_at: float | None = None  # when new requests are refused, because the application ends
+        self.over = False  # all are
         self.wanted: dict[str, asyncio.Event] = {}  # models that sleep, and who waits to hear that one is wanted
         self.dispatcher = Dispatcher()
         self.tenants: tuple[Tenant, ...] = ()
@@ -273,8 +278,8 @@ class GlobalScheduler:
         now = time.monotonic()  # one for all of it: what was looked up to admit a request serves to place it
         for request in requests:
             try:
-                if self.leaving_at is not None and now > self.leaving_at and not request.attempt:
-                    raise EngineDead("the server is shutting down; send the request again")
+                if self.over or (self.leaving_at is not None and now > self.leaving_at and not request.attempt):
+                    raise shutting_down()
                 self.dispatcher.submit(request, now)
                 self.ingress_of[request.request_id] = ingress_id
                 if waiter := self.wanted.pop(request.model, None):
@@ -392,6 +397,19 @@ class GlobalScheduler:
         whoever balances load has to notice it, new requests are refused. Those that are here go on."""
         if self.leaving_at is None:
             self.leaving_at = time.monotonic() + notice_seconds
+
+    async def end_requests(self) -> None:
+        """What is not done yet ends now, with an error that tells its client to ask again."""
+        self.over = True
+        by_group: dict[str, list[str]] = {}
+        for request_id in list(self.ingress_of):
+            group_id = self.dispatcher.cancel(request_id, time.monotonic())
+            if group_id in self.groups:
+                by_group.setdefault(group_id, []).append(request_id)
+                self._gone(request_id)
+            else:
+                self._refuse(request_id, shutting_down())
+        await asyncio.gather(*(self._call_leader(g, "end_requests", ids) for g, ids in by_group.items()))
 
     async def num_unfinished(self) -> int:
         """Requests that wait or run."""

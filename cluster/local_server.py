@@ -25,11 +25,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..scheduler.errors import ConfigError, PagedRayError
+from ..workers.config import EngineConfig
 from .config import ApplicationConfig
 from .openai.file_store import FileStore
 
 APPLICATION = "pagedray"
 _LEAVE_SECONDS = 5.0  # for Ray's processes to end by themselves, before they are killed
+_SHUT_DOWN_SECONDS = 10.0  # for Ray to end its cluster
+_UNDEPLOY_SECONDS = 120.0  # for Serve to take an application from a cluster that is not ours
+_LAST_EVENT_SECONDS = 2.0  # for answers that are broken off to end with an error
 _POLL_SECONDS = 0.25
 _READY_POLL_SECONDS = 0.05
 _CHECK_SECONDS = 1.0
@@ -60,7 +64,9 @@ class ServerOptions:
 def serve(args: dict[str, Any], options: ServerOptions, build: Callable[..., Any] | None = None) -> None:
     """Serve the application that `args` describe until SIGINT or SIGTERM; must be called in the main thread.
 
-    SIGTERM lets requests that run end, for `grace_period` seconds; SIGINT breaks them off.
+    SIGTERM lets requests that run end, for `grace_period` seconds; SIGINT breaks them off. A second signal,
+    or, on a cluster of our own, one before the server is ready, kills what there is. The exit status is then, and for
+    any before it is ready, 128 + its number.
 
     Raises `ConfigError` for bad arguments or a port in use and `CheckpointError` for a local model that cannot be
     served, before anything starts, and `ServerFailed` with the failing deployment's own message. `build` takes the
@@ -73,7 +79,7 @@ def serve(args: dict[str, Any], options: ServerOptions, build: Callable[..., Any
         reserved = PortReservation(options.host, options.port)
         options = replace(options, port=reserved.port)
         for model in config.models:
-            check_local_model(model.engine.model)
+            check_local_model(model.engine)
         if config.files is not None:  # the ingress will run here
             FileStore(config.files).prepare()
     server = _Server(config, options, None if local else address, build)
@@ -87,6 +93,9 @@ def serve(args: dict[str, Any], options: ServerOptions, build: Callable[..., Any
         thread.join(_POLL_SECONDS)
     for s, handler in before.items():
         signal.signal(s, handler)
+    if server.hangs:  # Ray would be shut down again by Python's own end
+        _say(f"Ray did not end in time{f', after this error: {server.error}' if server.error else ''}")
+        os._exit(1)
     if server.error is not None:
         raise server.error
 
@@ -96,18 +105,26 @@ class _Server:
         self.config, self.options, self.address, self.build = config, options, address, build
         self.names = ", ".join(dict.fromkeys(m.model_id for m in config.models))
         self.stop = threading.Event()
+        self.signum = 0  # the first signal's
         self.now = threading.Event()  # nothing is waited for any more
         self.ready = False
         self.error: BaseException | None = None
+        self.killed = False
+        self.hangs = False
         self.folder: str | None = None  # Ray's temporary one, where the cluster is ours
 
     def on_signal(self, signum: int, frame: Any) -> None:
-        """The first signal stops the server in good order, the second at once."""
+        """The first signal stops the server in good order, the second at once. So does one that comes while a cluster
+        of ours starts: Ray would not let go for as long as that takes."""
         signal.alarm(0)  # where Ray's handler came first, it has set one to abort by
-        if self.stop.is_set():
-            kill_all(descendants())
+        if self.stop.is_set() or not (self.ready or self.address):
+            self.killed = True  # what the other thread makes of that is no news
+            if not self.stop.is_set():
+                _say("stopped before it was ready")
+            kill_all_descendants()
             self._remove_folder()
-            os._exit(130)
+            os._exit(128 + signum)
+        self.signum = signum
         if signum == signal.SIGINT:
             self.now.set()
         self.stop.set()
@@ -120,21 +137,28 @@ class _Server:
             if self.ready and not self.now.is_set():
                 _say(f"finishing what runs, for {self.options.grace_period:g} s at most (once more to kill)")
                 _finish(self.options.grace_period, self.config.scheduler.scheduler_shards)
+            elif not self.ready:
+                self.error = SystemExit(128 + self.signum)
             _say("stopping (once more to kill)")
         except BaseException as error:
             self.error = error
-            if folder and not isinstance(error, ConfigError):
+            if folder and not isinstance(error, ConfigError) and not self.killed:
                 _say(f"Ray's logs are in {folder}/session_latest/logs")
         self.stop.set()
-        _shut_down(local=folder is not None)
+        thread = threading.Thread(target=_shut_down, args=[folder is not None], name="shut down", daemon=True)
+        thread.start()  # a cluster of which a process hangs keeps Ray waiting
+        thread.join(_SHUT_DOWN_SECONDS if folder else _UNDEPLOY_SECONDS)
         if folder:
             leave_no_process()
+            thread.join(_LEAVE_SECONDS)
             if self.error is None or isinstance(self.error, ConfigError):
                 self._remove_folder()
+        self.hangs = thread.is_alive()
 
     def _remove_folder(self) -> None:
-        if self.folder:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        for _ in range(5):  # a process on its way out may have made something meanwhile
+            if self.folder and os.path.exists(self.folder):
+                shutil.rmtree(self.folder, ignore_errors=True)
 
     def _serve(self, folder: str | None) -> NoReturn:
         self._next("starting Ray" if folder else f"connecting to Ray at {self.address}")
@@ -243,12 +267,13 @@ class PortReservation:
         raise ConfigError(f"cannot listen on {host}:{port}: another server of PagedRay is there; choose another --port")
 
 
-def check_local_model(model: str) -> None:
-    """Raise `CheckpointError` for a local model that cannot be served, from its headers; a hub id is not looked up."""
+def check_local_model(engine: EngineConfig) -> None:
+    """Raise `CheckpointError` for a local model that cannot be served, from its headers, and `ConfigError` for one that
+    cannot be served so; a hub id is not looked up."""
     from ..workers.checkpoint.locate import may_be_on_hub, read_config
 
-    if not may_be_on_hub(model):
-        read_config(model)
+    if not may_be_on_hub(engine.model):
+        engine.check_context(read_config(engine.model))
 
 
 def _short_temp_dir() -> str:
@@ -463,23 +488,36 @@ def _follow(folder: Path) -> Callable[[], None]:
 
 
 def _finish(seconds: float, num_shards: int) -> None:
-    """Have the application say that it is not ready, and wait until what it was asked for is done, or time is up."""
+    """Have the application say that it is not ready, and wait until what it was asked for is done.
+
+    What is not when time is up ends with an error that tells its clients to ask again.
+    """
     import ray
 
     from . import global_scheduler
 
-    began = time.monotonic()
+    deadline = time.monotonic() + seconds
     notice = min(_NOTICE_SECONDS, seconds / 2)
+
+    def ask_all(method: str, *args: Any) -> list[Any]:
+        answers = [getattr(s, method).remote(*args) for s in schedulers]
+        return ray.get(answers, timeout=max(_LAST_EVENT_SECONDS, deadline - time.monotonic()))
+
     try:
         schedulers = [global_scheduler.find(APPLICATION, shard) for shard in range(num_shards)]
-        ray.get([s.leave.remote(notice) for s in schedulers], timeout=seconds)
+        ask_all("leave", notice)
         time.sleep(notice)
-        while time.monotonic() < began + seconds:
-            if not any(ray.get([s.num_unfinished.remote() for s in schedulers], timeout=seconds)):
-                time.sleep(_LAST_BYTES_SECONDS)
-                return
-            time.sleep(_READY_POLL_SECONDS)
-        _say(f"not all was done after {seconds:g} s (--grace-period)")
+        num_idle = 0
+        while num_idle < 2:  # one may be between two groups
+            num_idle = 0 if any(ask_all("num_unfinished")) else num_idle + 1
+            if time.monotonic() > deadline and not num_idle:
+                _say(f"not all was done after {seconds:g} s (--grace-period)")
+                try:
+                    ask_all("end_requests")
+                except ray.exceptions.GetTimeoutError:  # of a group that hangs
+                    pass
+                num_idle = 2
+            time.sleep(_LAST_BYTES_SECONDS if num_idle else _READY_POLL_SECONDS)
     except (ray.exceptions.RayError, ValueError) as error:
         _say(f"nothing is waited for: {_one_line(error)}")
 
@@ -549,10 +587,18 @@ def kill_all(pids: list[int]) -> None:
             pass
 
 
+def kill_all_descendants(seconds: float = 2.0) -> None:
+    """And those that they start meanwhile."""
+    deadline = time.monotonic() + seconds
+    while (left := descendants()) and time.monotonic() < deadline:
+        kill_all(left)
+        time.sleep(0.02)
+
+
 def leave_no_process(grace: float = _LEAVE_SECONDS) -> None:
-    """Wait until every descendant has ended; kill those that have not after `grace` seconds."""
+    """Wait until every descendant has ended; kill those that have not after `grace` seconds; give up after twice."""
     deadline = time.monotonic() + grace
-    while left := descendants():
+    while (left := descendants()) and time.monotonic() < deadline + grace:
         if time.monotonic() > deadline:
             kill_all(left)
         time.sleep(0.05)

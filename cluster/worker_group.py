@@ -30,7 +30,7 @@ from ..workers.config import EngineConfig
 from . import global_scheduler
 from .channel import ChannelServer
 from .config import ObservabilityOptions
-from .global_scheduler import CALL_TIMEOUT, FORGOTTEN_SECONDS, GroupInfo
+from .global_scheduler import CALL_TIMEOUT, FORGOTTEN_SECONDS, GroupInfo, shutting_down
 from .json_log import log_as_json
 from .kv_connector import KVConnector
 from .metrics.group import GroupClock
@@ -94,6 +94,7 @@ class Leader:
         self._counted_at = 0.0
         self.error: BaseException | None = None
         self.draining = False
+        self.over = False  # the application ends
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._step_began: float | None = None
         self._tasks = Tasks()
@@ -162,6 +163,9 @@ class Leader:
         if self.error is not None:
             self._fail_all()
             return
+        if self.over:
+            await self.end_requests([request.request_id for _, request in batch])
+            return
         self._inbox.put(lambda: self._add_to_engine([request for _, request in batch], link))
         if self.draining:  # it was on its way
             self._ask_to_move([request.request_id for _, request in batch])
@@ -169,6 +173,13 @@ class Leader:
     async def abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self._ended(request_id)
+        self._inbox.put(lambda: self._abort_in_engine(request_ids))
+
+    async def end_requests(self, request_ids: Sequence[str]) -> None:
+        """The application ends, and these are not done yet; so do those that are still on their way here."""
+        self.over = True
+        for request_id in request_ids:
+            self._fail(request_id, shutting_down())
         self._inbox.put(lambda: self._abort_in_engine(request_ids))
 
     async def drain(self, seconds: float) -> int:

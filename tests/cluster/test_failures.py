@@ -16,7 +16,8 @@ pytestmark = pytest.mark.serve
 
 @pytest.fixture(scope="module")
 def server(start_server, demo_model):
-    return start_server(str(demo_model), "--served-model-name", "demo", "--max-model-len", "1024")
+    flags = ["--served-model-name", "demo", "--max-model-len", "1024", "--grace-period", "3"]
+    return start_server(str(demo_model), *flags)
 
 
 def process_of(server, title):
@@ -154,3 +155,18 @@ def test_ctrl_c_leaves_nothing(start_server, demo_model):
     stream.join(30)
     left = [name for pid, name in pids.items() if Path(f"/proc/{pid}").exists()]
     assert not left
+
+
+def test_what_is_not_done_in_the_grace_period_ends_with_an_error(server):
+    """The last test of this server."""
+    streams = [Stream(server, max_tokens=1000, wait=False) for _ in range(3)]
+    assert all(stream.began.wait(60) for stream in streams)
+    began = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    for stream in streams:
+        lines = [line.removeprefix("data: ") for line in stream.finish().splitlines() if line]
+        assert "broken off" not in lines and "[DONE]" not in lines
+        error = json.loads(lines[-1])["error"]
+        assert error["code"] == "engine_dead" and "shutting down; send the request again" in error["message"]
+    assert server.process.wait(60) == 0
+    assert time.monotonic() - began >= 3
