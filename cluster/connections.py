@@ -1,10 +1,11 @@
 """Connections that hold something and do nothing, and what a client may hold: bounded.
 
-uvicorn bounds how many connections there are and how long one may lie idle between two requests. It bounds neither a
-reader that takes nothing while its answer goes on, nor a request that never ends, nor one client's share.
+uvicorn bounds how long a connection may lie idle between two requests. It bounds neither a reader that takes nothing
+while its answer goes on, nor a request that never ends, nor one client's share.
 """
 
 import asyncio
+import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,21 +15,36 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 _Base: Any = AutoHTTPProtocol  # httptools' or h11's: both have `cycle`, `flow`, `transport`, `client`, `connections`
 
-_TOO_MANY = (
-    b"HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
-    b"content-length: %d\r\n\r\n%s"
+
+def _refusal(status: str, message: str, kind: str, code: str | None, headers: str = "") -> bytes:
+    """A whole response, for what no application is asked about."""
+    body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
+    about = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n{headers}"
+    return f"HTTP/1.1 {status}\r\n{about}\r\n{body}".encode()
+
+
+_FULL = _refusal(
+    "503 Service Unavailable",
+    "this server has too many connections open",
+    "service_unavailable_error",
+    "too_many_connections",
+    "retry-after: 1\r\n",
 )
-_TOO_MANY_BODY = (
-    b'{"error": {"message": "this address has too many connections open", "type": "rate_limit_error", "param": null, '
-    b'"code": "too_many_connections"}}'
+_TOO_MANY = _refusal(
+    "429 Too Many Requests",
+    "this address has too many connections open",
+    "rate_limit_error",
+    "too_many_connections",
+    "retry-after: 1\r\n",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    total: int = 4096  # connections; over it: 503. The queue's bound is the scheduler's
+    total: int = 4096  # connections of an ingress; over it: 503. The queue's bound is the scheduler's
     per_address: int = 2048  # of one client's address; over it: 429
     head_bytes: int = 64 << 10  # of a request's line and headers, about
+    rest_bytes: int = 64 << 20  # of a body that was refused before all of it was there: it is read and forgotten
     idle: float = 90.0  # seconds without a request, as Serve's proxy has it; also for a request's head to come
     body: float = 60.0  # seconds without a byte of a body that is on its way
     unread: float = 30.0  # seconds that a reader may be behind by more than what the server keeps for it (64 KiB)
@@ -42,23 +58,43 @@ class Connection(_Base):
     def connection_made(self, transport: Any) -> None:
         self.last_heard = self._since = time.monotonic()
         self._head = 0
+        self._whole: Any = None  # the last request whose body has come to its end
         self._answered: Any = None  # the last request that was answered
         self._behind_since: float | None = None
         super().connection_made(transport)
         address = self.client[0] if self.client else None
-        if address and sum(c.client is not None and c.client[0] == address for c in self.connections) > (
+        if len(self.connections) > self.limits.total:
+            transport.write(_FULL)
+            transport.close()
+        elif address and sum(c.client is not None and c.client[0] == address for c in self.connections) > (
             self.limits.per_address
         ):
-            transport.write(_TOO_MANY % (len(_TOO_MANY_BODY), _TOO_MANY_BODY))
+            transport.write(_TOO_MANY)
             transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """What uvicorn says to what is no HTTP, in the shape of all other errors."""
+        self.transport.write(_refusal("400 Bad Request", msg.rstrip("."), "invalid_request_error", None))
+        self.transport.close()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._whole = self.cycle
+
+    def _takes_rest(self) -> bool:
+        """A request was answered before all of its body was there. (h11 does not say when it is, and bounds heads.)"""
+        return self.cycle is not None and self.cycle.more_body and self._whole is not self.cycle
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
         self.last_heard = time.monotonic()
+        took_rest = self._takes_rest()
         super().data_received(data)
-        self._head = self._head + len(data) if self._waits() else 0
-        if self._head > self.limits.head_bytes:
+        takes_rest = self._takes_rest()
+        self._head = self._head + len(data) if self._waits() and took_rest == takes_rest else 0
+        # A client may write all of its body before it reads that it is too large.
+        if self._head > (self.limits.rest_bytes if takes_rest else self.limits.head_bytes):
             self.transport.abort()
 
     def _waits(self) -> bool:

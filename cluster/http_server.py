@@ -39,7 +39,6 @@ class HttpServer:
             server_header=False,
             timeout_keep_alive=int(limits.idle),
             timeout_graceful_shutdown=DRAIN_SECONDS,
-            limit_concurrency=limits.total,
         )
         self._server = uvicorn.Server(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[_listen(address)]))

@@ -24,7 +24,7 @@ def caller() -> Tenant:
 
 
 class TenantGate:
-    """The outermost layer: 401 without a valid key where keys are configured; sets `current_tenant` for all within.
+    """Around all routes: 401 without a valid key where keys are configured; sets `current_tenant` for all within.
 
     `limits` gives what is known to be left to a tenant; None: it has no limits.
     """

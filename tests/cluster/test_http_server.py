@@ -1,6 +1,7 @@
 """The ingress's own HTTP server: what it answers, sharing a port, and leaving while streams are open."""
 
 import asyncio
+import json
 import socket
 
 import httpx
@@ -118,7 +119,11 @@ def endless(ended):
     async def take(request):
         return PlainTextResponse(str(len(await request.body())))
 
-    return Starlette(routes=[Route("/", stream), Route("/take", take, methods=["POST"])])
+    async def refuse(request):
+        return PlainTextResponse("too large", 413)
+
+    posts = [Route(f"/{answer.__name__}", answer, methods=["POST"]) for answer in (take, refuse)]
+    return Starlette(routes=[Route("/", stream), *posts])
 
 
 async def connect(address):
@@ -221,6 +226,39 @@ async def test_an_endless_head_is_cut_off(address, server, ended):
     writer.close()
 
 
+@held(rest_bytes=30_000_000)
+async def test_who_writes_all_of_a_refused_body_before_reading_hears_why(address, server, ended):
+    size = 20_000_000
+    reader, writer = await connect(address)
+    writer.transport.pause_reading()
+    writer.write(b"POST /refuse HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size)
+    for _ in range(size // 100_000):
+        writer.write(b"x" * 100_000)
+        await writer.drain()
+    writer.transport.resume_reading()
+    assert (await reader.readuntil(b"too large")).startswith(b"HTTP/1.1 413 ")
+    writer.write(b"POST /take HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\nx")  # and the connection is kept
+    assert (await reader.readuntil(b"\r\n\r\n1")).startswith(b"HTTP/1.1 200 ")
+    writer.write(b"POST /refuse HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (10 * size))
+    with pytest.raises(OSError):  # but no more of it than so much
+        for _ in range(10 * size // 100_000):
+            writer.write(b"x" * 100_000)
+            await writer.drain()
+    writer.close()
+
+
+@held()
+async def test_what_is_no_http_is_refused_in_the_shape_of_all_errors(address, server, ended):
+    for wrong in (b"nonsense\r\n\r\n", b"POST /take HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n"):
+        reader, writer = await connect(address)
+        writer.write(wrong)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ") and f"content-length: {len(body)}" in head.decode().lower()
+        error = json.loads(body)["error"]
+        assert error["type"] == "invalid_request_error" and error["message"]
+        writer.close()
+
+
 @held(per_address=3)
 async def test_an_address_has_its_share_of_connections(address, server, ended):
     connections = [await connect(address) for _ in range(3)]
@@ -233,6 +271,18 @@ async def test_an_address_has_its_share_of_connections(address, server, ended):
     reader, writer = await connect(address)
     writer.write(b"POST /take HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\nx")
     assert (await reader.read(12)) == b"HTTP/1.1 200"
+    for _, other in (*connections, (reader, writer)):
+        other.close()
+
+
+@held(total=2)
+async def test_a_server_that_has_too_many_connections_says_so(address, server, ended):
+    connections = [await connect(address) for _ in range(2)]
+    await until(lambda: len(server._server.server_state.connections) == 2)
+    reader, writer = await connect(address)
+    head, _, body = (await reader.read()).decode().partition("\r\n\r\n")
+    assert head.startswith("HTTP/1.1 503 ") and "retry-after" in head
+    assert json.loads(body)["error"]["code"] == "too_many_connections"
     for _, other in (*connections, (reader, writer)):
         other.close()
 
