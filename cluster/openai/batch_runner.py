@@ -6,9 +6,11 @@ written before a crash is run again, and none is answered twice.
 """
 
 import asyncio
+import errno
 import json
 import logging
 import os
+import shutil
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
@@ -35,6 +37,7 @@ _SCAN_SECONDS = 5.0  # until a batch is noticed that another process left behind
 _WATCH_SECONDS = 1.0  # until a cancellation is noticed, and a batch's counts are written
 _MAX_ERRORS = 10  # of a file's lines that are named
 _MAX_CUSTOM_ID = 512  # characters
+_LEAST_ROOM = 64 << 10  # bytes of the disk, without which nothing is answered that could not be written
 _MAX_ATTEMPTS = 10  # of a request that finds no worker group
 _BACKOFF_SECONDS = 1.0, 60.0  # between them: at first, at most
 
@@ -197,9 +200,14 @@ class _Run:
                 yield number, line
 
     def _take_up(self) -> None:
-        """Find what a process before this one has answered; a line that it did not finish is cut off."""
+        """Find what a process before this one has answered; a line that it did not finish is cut off.
+
+        Raises `OSError` where there is no room for more.
+        """
         completed, failed = (self._read_done(path) for path in self._paths())
         self.batch = replace(self.batch, completed=completed, failed=failed)
+        if shutil.disk_usage(self._paths()[0].parent).free < _LEAST_ROOM:
+            raise OSError(errno.ENOSPC, "no room for answers")
 
     def _paths(self) -> tuple[Path, Path]:
         return self.store.output(self.batch), self.store.errors(self.batch)
@@ -377,12 +385,16 @@ def _error(code: str, message: str, line: int | None, param: str | None = None) 
 
 
 def _append(path: Path, line: str) -> None:
-    """In one write: a crash leaves at most one line that is cut, the last."""
+    """In one write: a crash leaves at most one line that is cut, the last, and a full disk none."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    before = os.fstat(descriptor).st_size
     try:
         data = memoryview(line.encode())
         while data:
             data = data[os.write(descriptor, data) :]
+    except OSError:
+        os.ftruncate(descriptor, before)
+        raise
     finally:
         os.close(descriptor)
 

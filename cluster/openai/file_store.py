@@ -164,8 +164,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """In one piece: whoever reads it finds what was there or what is there now."""
     new = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.new")
-    with new.open("w") as out:
-        json.dump(content, out)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(new, path)
+    try:
+        with new.open("w") as out:
+            json.dump(content, out)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise

@@ -39,6 +39,7 @@ _ERRORS = {
     429: "a queue is full, or a limit is reached",
     500: "the server failed",
     503: "nothing can serve it now; it may be sent again",
+    507: "the server's disk is full",
 }
 _ANSWERS: Mapping[str, type[BaseModel] | None] = {
     "/v1/chat/completions": ChatCompletion,

@@ -1,6 +1,7 @@
 """Bytes in and out: JSON bodies, event streams, error answers, and clients that leave."""
 
 import asyncio
+import errno
 import json
 import logging
 import math
@@ -33,6 +34,12 @@ class UnsupportedMediaType(InvalidRequest):
 class BodyTooLarge(InvalidRequest):
     status = 413
     code = "body_too_large"
+
+
+class StorageFull(PagedRayError):
+    status = 507
+    type = "service_unavailable_error"
+    code = "storage_full"
 
 
 class ClientLeft(Exception):
@@ -132,8 +139,6 @@ def error_response(error: PagedRayError) -> Response:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     elif error.status == 503:
         headers["Retry-After"] = str(_RETRY_SECONDS)
-    if isinstance(error, BodyTooLarge):
-        headers["Connection"] = "close"  # the rest of the body is not read
     return JSONResponse(error_envelope(error), error.status, headers)
 
 
@@ -141,6 +146,9 @@ def as_public(error: Exception) -> PagedRayError:
     """What a client may know of an error: those raised on purpose as they are; of others nothing, they are logged."""
     if isinstance(error, PagedRayError):
         return error
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        logger.error("the disk is full: %s", error)
+        return StorageFull("the server's disk is full, so nothing can be kept; the operator must make room")
     logger.error("unexpected error while answering", exc_info=error)
     return PagedRayError("the server failed to answer; the operator finds the reason in its log")
 
@@ -207,7 +215,7 @@ class EventStream(Response):
 
 
 class ErrorEnvelopes:
-    """The outermost layer: what nothing else caught becomes an answer in the envelope, and a line in the log."""
+    """Next to the routes: what nothing else caught becomes an answer in the envelope, and a line in the log."""
 
     def __init__(self, app: ASGIApp):
         self.app = app

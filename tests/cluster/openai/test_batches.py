@@ -4,6 +4,7 @@ theirs."""
 import asyncio
 import json
 import os
+import subprocess
 import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -403,6 +404,45 @@ def test_a_crash_while_a_batch_ends(site, monkeypatch, step):
 
     asyncio.run(main())
     assert saved is BatchStore.save and len(site.engine.requests) == 1
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a disk of one MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no disk of one's own can be mounted: {mounted.stderr.decode()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_is_told_of_and_a_batch_waits_for_room(small_disk):
+    site, ballast = Site(small_disk), small_disk / "ballast"
+    site.engine.script = lambda request: [0.005, *site.engine.spell("ok")]
+    lines = [line(f"r{i}", str(i)) for i in range(40)]
+
+    async def main():
+        async with site.serving() as client:
+            batch_id = await client.create(jsonl(*lines))
+            while not (await client.get(batch_id))["request_counts"]["completed"]:
+                await asyncio.sleep(0.01)
+            with ballast.open("wb", buffering=0) as file, pytest.raises(OSError):
+                while True:
+                    file.write(bytes(1024))
+            for refused in (await client.upload(b"x" * 5000), await client.upload(b"x", name="other")):
+                assert refused.status_code == 507 and refused.json()["error"]["code"] == "storage_full"
+            await asyncio.sleep(0.5)
+            assert (await client.get(batch_id))["status"] == "in_progress"
+            assert not list(small_disk.rglob("*.new"))
+            ballast.unlink()
+            batch = await client.ended(batch_id)
+            assert batch["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
+            assert len(await client.lines(batch["output_file_id"])) == 40
+            assert (await client.upload(b"x" * 5000)).status_code == 200
+
+    asyncio.run(main())
 
 
 def test_two_servers_on_one_folder_run_a_batch_once(site):
