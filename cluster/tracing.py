@@ -1,6 +1,6 @@
 """OpenTelemetry traces over all that a request passes: ingress → global scheduler → worker group.
 
-    POST /v1/chat/completions      ingress; continues the caller's trace (W3C `traceparent`)
+    POST                           ingress; continues the caller's trace (W3C `traceparent`)
       generate                     ingress: a sequence, from here to its last token
         schedule                   global scheduler: from arrival to being handed to a group
         prefill, decode            worker group

@@ -136,12 +136,8 @@ class BlockPool:
             del self._hashes[self._cached.pop(block_hash)]
             self.log.note(block_hash, False)
 
-    def take_changes(self) -> tuple[list[BlockHash], list[BlockHash]]:
-        """The prefixes that became findable since the last call, and those that ceased to be."""
-        return self.log.take()
-
     def cached_hashes(self) -> list[BlockHash]:
-        """Everything that is findable; `take_changes` then tells what changes from here on."""
+        """Everything that is findable; `log.take` then tells what changes from here on."""
         self.log.take()
         return list(self._cached)
 

@@ -216,8 +216,8 @@ class TokenLogprobs:
 class SequenceOutput:
     """What one sequence gained in one step. The last one of a sequence has a `finish_reason`.
 
-    finish_reason: "stop" (end of sequence or a stop token, which is the last of `token_ids`; a prompt that is pooled),
-    "length", "abort".
+    finish_reason: "length", or "stop" (end of sequence or a stop token, which is the last of `token_ids`; a prompt that
+    is pooled).
     """
 
     request_id: str

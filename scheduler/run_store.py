@@ -168,12 +168,8 @@ class RunStore:
 
     # -- telling ------------------------------------------------------------------------------------------------------
 
-    def take_changes(self) -> tuple[list[BlockHash], list[BlockHash]]:
-        """Blocks that came since the last call, and those that went."""
-        return self.log.take()
-
     def hashes(self) -> list[BlockHash]:
-        """All blocks; `take_changes` then tells what changes from here on."""
+        """All blocks; `log.take` then tells what changes from here on."""
         self.log.take()
         return list(self._where)
 

@@ -10,7 +10,7 @@ The launchers are called as a model calls them, on tensors of PyTorch's meta dev
 recorded and compiled: so the code checked is the code that runs, with its specializations. Compiling does not fail
 where shared memory or registers do not suffice; launching would, or would be slow. Hence the rules:
 
-- shared memory within what a block can have on the architecture; no register spills;
+- shared memory within what a block can have on the architecture; no register spills but `SPILLS_ALLOWED`;
 - tensor cores of the generation where a tile has the 64 rows they want, which is prefill and GEMM: wgmma on sm_90,
   tcgen05 on sm_100;
 - keys and values of decode in loads of 16 bytes. (Of an fp8 cache the values come in 8.)

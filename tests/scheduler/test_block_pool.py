@@ -110,11 +110,11 @@ def test_what_continues_a_lost_prefix_is_lost_too():
     pool.cache(first, b"a")
     pool.cache(double, b"a")  # computed twice at the same time: the first stays known
     pool.cache(tail, b"ab", b"a")
-    assert pool.take_changes() == ([b"a", b"ab"], [])
+    assert pool.log.take() == ([b"a", b"ab"], [])
     pool.release([first])
     pool.allocate(2)  # takes the place of a
     assert pool.lookup([b"a", b"ab"]) == [] and pool.num_cached == 0
-    assert sorted(pool.take_changes()[1]) == [b"a", b"ab"]
+    assert sorted(pool.log.take()[1]) == [b"a", b"ab"]
     pool.cache(tail, b"ab", b"a")
     assert pool.num_cached == 0
     pool.check_integrity()
@@ -126,6 +126,6 @@ def test_changes_are_told_once_and_come_and_go_is_none():
     pool.cache(block, b"a")
     pool.release([block])
     pool.allocate(1)
-    assert pool.take_changes() == ([], [])
+    assert pool.log.take() == ([], [])
     pool.cache(block, b"b")
-    assert pool.cached_hashes() == [b"b"] and pool.take_changes() == ([], [])
+    assert pool.cached_hashes() == [b"b"] and pool.log.take() == ([], [])

@@ -69,10 +69,10 @@ def test_what_was_lost_goes_with_all_that_follows_it_even_on_its_way():
     a, _ = put(store, ["a"])
     put(store, ["b"], parent="a")
     coming, _ = store.reserve("b", ["c"], 10, 1.0, 0.0)
-    store.take_changes()
+    store.log.take()
     assert [r.hashes for r in store.drop(a)] == [("b",), ("a",)]
     assert not store.add(coming, "payload", 10) and store.drop(a) == []
-    assert store.num_bytes == 0 and sorted(store.take_changes()[1]) == ["a", "b"]
+    assert store.num_bytes == 0 and sorted(store.log.take()[1]) == ["a", "b"]
     store.check_integrity()
 
 
@@ -118,7 +118,7 @@ def test_the_books_balance_whatever_comes(data):
                     store.drop(parts[0].run)
         assert store.num_bytes <= store.budget
         store.check_integrity()
-        stored, removed = store.take_changes()
+        stored, removed = store.log.take()
         assert not told & set(stored) and set(removed) <= told
         told = (told | set(stored)) - set(removed)
         assert told == set(store._where)
