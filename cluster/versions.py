@@ -25,11 +25,12 @@ def ingress_version(config: ApplicationConfig) -> str:
 
 def group_version(model: ModelDeployment, num_shards: int) -> str:
     """A worker group is made for its engine and role, and finds its schedulers when it starts. Where traces and logs go
-    it is told then, too: that alone is no reason to load a model again.
+    it is told then, too: that alone is no reason to load a model again. How answers are sampled ingresses say.
 
     Replicas and autoscaling Serve changes by itself; resources restart it.
     """
-    return _digest(model.model_id, asdict(model.engine), model.role, num_shards)
+    engine = replace(model.engine, generation_config="auto")
+    return _digest(model.model_id, asdict(engine), model.role, num_shards)
 
 
 def keep_version(deployment: Deployment, version: str) -> Deployment:

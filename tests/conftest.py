@@ -6,6 +6,10 @@ from typing import Any
 
 import hosts
 import pytest
+from hypothesis import settings
+
+settings.register_profile("pagedray", deadline=None)  # how long an example takes says something of the machine
+settings.load_profile("pagedray")
 
 
 @pytest.fixture(scope="session")

@@ -42,6 +42,7 @@ def test_only_what_changed_is_restarted():
         {"llm_configs": [section("a", deployment_config={"num_replicas": 3}), section("b")]},
         {"llm_configs": [section("a", deployment_config={"max_surge_percent": 100}), section("b")]},
         {"llm_configs": [section("a"), section("b")], "observability": {"vllm_metric_names": True}},
+        {"llm_configs": [section("a", engine_kwargs={"generation_config": "vllm"}), section("b")]},
     ):
         assert versions(args) == before
     more = versions({"llm_configs": [section("a"), section("b"), section("c")]})
