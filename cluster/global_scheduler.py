@@ -19,7 +19,7 @@ from ray.actor import ActorHandle
 
 from ..scheduler.autoscaling import Demand
 from ..scheduler.dispatcher import Dispatcher, TenantStats
-from ..scheduler.errors import EngineDead, GroupLost, PagedRayError
+from ..scheduler.errors import GroupLost, PagedRayError, ShuttingDown
 from ..scheduler.kv_sources import FetchOutcome
 from ..scheduler.placement import GroupCapacity, GroupLoad
 from ..scheduler.prefix_index import BlockEvents
@@ -202,8 +202,8 @@ class ClusterStats:
     leaving: bool = False  # the application is about to end
 
 
-def shutting_down() -> EngineDead:
-    return EngineDead("the server is shutting down; send the request again")
+def shutting_down() -> ShuttingDown:
+    return ShuttingDown("the server is shutting down; send the request again")
 
 
 def group_gone() -> GroupLost:

@@ -70,12 +70,12 @@ class LLM:
 
     def __init__(self, model: str, tokenizer: str | None = None, use_tqdm: bool = True, **engine_kwargs: Any):
         config = EngineConfig.from_kwargs("LLM", model=str(model), tokenizer=tokenizer, **engine_kwargs)
+        self._sampling_defaults = sampling_defaults(config)
         with tqdm(desc="Loading weights", unit="B", unit_scale=True, disable=not use_tqdm) as bar:
             executor, leave = _executor(config, lambda done, total: _show(bar, done, total))
         self.close = weakref.finalize(self, leave)
         self.engine = Engine(config, grammar_backend=GrammarCompiler, executor=executor)
         self.tokenizer = Tokenizer.load(config.model, config.tokenizer)
-        self._sampling_defaults = sampling_defaults(config)
         self._request_ids = itertools.count()
 
     def __enter__(self) -> "LLM":

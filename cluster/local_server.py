@@ -270,10 +270,11 @@ class PortReservation:
 def check_local_model(engine: EngineConfig) -> None:
     """Raise `CheckpointError` for a local model that cannot be served, from its headers, and `ConfigError` for one that
     cannot be served so; a hub id is not looked up."""
-    from ..workers.checkpoint.locate import may_be_on_hub, read_config
+    from ..workers.checkpoint.locate import may_be_on_hub, read_config, sampling_defaults
 
     if not may_be_on_hub(engine.model):
         engine.check_context(read_config(engine.model))
+        sampling_defaults(engine)
 
 
 def _short_temp_dir() -> str:

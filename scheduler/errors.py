@@ -101,6 +101,10 @@ class EngineDead(PagedRayError):
     code = "engine_dead"
 
 
+class ShuttingDown(EngineDead):
+    """The application ends. The same request may be sent again, to the next one."""
+
+
 class GroupLost(EngineDead):
     """A worker group is lost with a request that another one can go on with: callers see it only where none can."""
 

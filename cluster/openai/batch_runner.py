@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ...scheduler.errors import EngineDead, InvalidRequest, Overloaded
+from ...scheduler.errors import EngineDead, InvalidRequest, Overloaded, ShuttingDown
 from ...scheduler.request import Request, SequenceOutput
 from ...scheduler.tenants import Tenant
 from .batch_store import Batch, BatchLock, BatchStore
@@ -37,7 +37,7 @@ _SCAN_SECONDS = 5.0  # until a batch is noticed that another process left behind
 _WATCH_SECONDS = 1.0  # until a cancellation is noticed, and a batch's counts are written
 _MAX_ERRORS = 10  # of a file's lines that are named
 _MAX_CUSTOM_ID = 512  # characters
-_LEAST_ROOM = 64 << 10  # bytes of the disk, without which nothing is answered that could not be written
+_LEAST_ROOM = 64 << 20  # bytes of the disk, without which nothing is answered that could perhaps not be written
 _MAX_ATTEMPTS = 10  # of a request that finds no worker group
 _BACKOFF_SECONDS = 1.0, 60.0  # between them: at first, at most
 
@@ -289,7 +289,7 @@ class _Run:
             except Overloaded as error:
                 await asyncio.sleep(min(longest, max(wait, error.retry_after)))
             except Exception as error:
-                attempts += 1
+                attempts += not isinstance(error, ShuttingDown)  # whoever comes next answers it
                 if not isinstance(error, EngineDead) or attempts == _MAX_ATTEMPTS:
                     public = as_public(error)
                     return public.status, json.dumps(error_envelope(public)).encode()

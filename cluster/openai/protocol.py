@@ -454,7 +454,7 @@ class ResponsesRequest(Body):
                 raise InvalidRequest(f"{name} is not supported: this server stores no responses", name)
         for name, harmless in _OTHERS.items():
             if (self.model_extra or {}).get(name) not in harmless:
-                raise InvalidRequest(f"{name} is no field of /v1/responses", name)
+                raise InvalidRequest(f"{name} is not supported by /v1/responses", name)
         known = {*ChatCompletionRequest.model_fields, *UNSUPPORTED, *_IGNORED, *_OTHERS, "include", "reasoning"}
         if unknown := (self.model_extra or {}).keys() - known:
             logger.warning("ignored unknown fields of a request: %s", short(sorted(unknown)))

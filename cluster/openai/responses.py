@@ -29,6 +29,7 @@ _SAME = (
     *("model", "temperature", "top_p", "stream", "parallel_tool_calls", "seed", "top_k", "min_p", "stop", "priority"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "cache_salt", "ignore_eos", "min_tokens"),
     *("ttft_target", "logit_bias", "stop_token_ids", "skip_special_tokens", "include_stop_str_in_output"),
+    *("add_generation_prompt", "continue_final_message", "echo", "add_special_tokens"),
     *("chat_template_kwargs", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *UNSUPPORTED,
 )

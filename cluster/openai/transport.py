@@ -32,8 +32,11 @@ class UnsupportedMediaType(InvalidRequest):
 
 
 class BodyTooLarge(InvalidRequest):
+    """`unsent`: the client waits to hear whether it should send the body (Expect: 100-continue)."""
+
     status = 413
     code = "body_too_large"
+    unsent = False
 
 
 class StorageFull(PagedRayError):
@@ -64,6 +67,7 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     too_large = BodyTooLarge(f"the body is larger than {max_bytes} bytes, the most this server reads")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and (len(length) > 18 or int(length) > max_bytes):
+        too_large.unsent = "expect" in request.headers
         raise too_large
     chunks, size = [], 0
     while True:
@@ -139,6 +143,8 @@ def error_response(error: PagedRayError) -> Response:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     elif error.status == 503:
         headers["Retry-After"] = str(_RETRY_SECONDS)
+    if isinstance(error, BodyTooLarge) and error.unsent:
+        headers["Connection"] = "close"  # it would be taken for the body, whatever comes next
     return JSONResponse(error_envelope(error), error.status, headers)
 
 

@@ -74,12 +74,12 @@ class Paused:
 
     def __init__(self, pid: int):
         self.pid = pid
-        self._timer = threading.Timer(1.5, os.kill, (pid, signal.SIGCONT))
+        self._timer = threading.Timer(2.7, os.kill, (pid, signal.SIGCONT))
 
     def __enter__(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
-        time.sleep(1.2)
         self._timer.start()
+        time.sleep(1.2)
 
     def __exit__(self, *_: object) -> None:
         self._timer.join()

@@ -296,7 +296,9 @@ def test_a_preempted_answer_goes_on_in_its_grammar(llm):
 def test_a_grammar_that_takes_long_to_compile_holds_up_its_own_answer_alone(llm):
     engine, prompt = llm.engine, tuple(range(300, 340))
     form = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[0-9]{6}"), seed=1, prompt_logprobs=0)
-    free = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
+    free = SamplingParams(max_tokens=100, seed=1, ignore_eos=True)
+    engine.executor.prepare_grammars()
+    engine.executor.worker.grammars._thread.submit(int).result(60)
 
     def run(slow):
         go_on = threading.Event()

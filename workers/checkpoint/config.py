@@ -136,7 +136,7 @@ def read_sampling_defaults(folder: Path) -> dict[str, float]:
     try:
         SamplingParams(**found)
     except InvalidRequest as error:
-        raise CheckpointError(f"{generation}: {error.message}") from None
+        raise CheckpointError(f"{generation}: {error.message} (generation_config: vllm ignores it)") from None
     return found
 
 

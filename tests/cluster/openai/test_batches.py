@@ -20,7 +20,7 @@ from pagedray.cluster.openai.batch_store import BatchStore
 from pagedray.cluster.openai.engine_client import ServedModel
 from pagedray.cluster.openai.file_store import FileOptions, FileStore
 from pagedray.cluster.openai.router import build_app
-from pagedray.scheduler.errors import EngineDead, Overloaded
+from pagedray.scheduler.errors import EngineDead, Overloaded, ShuttingDown
 from pagedray.scheduler.tenants import Tenant, TenantDirectory, hash_key
 
 CHAT = "/v1/chat/completions"
@@ -418,9 +418,10 @@ def small_disk(tmp_path):
     subprocess.run(["umount", folder], check=True)
 
 
-def test_a_full_disk_is_told_of_and_a_batch_waits_for_room(small_disk):
-    site, ballast = Site(small_disk), small_disk / "ballast"
-    site.engine.script = lambda request: [0.005, *site.engine.spell("ok")]
+def test_a_full_disk_is_told_of_and_a_batch_waits_for_room(small_disk, monkeypatch):
+    monkeypatch.setattr(batch_runner, "_LEAST_ROOM", 10_000)
+    site, ballast = Site(small_disk, batch_concurrency=1), small_disk / "ballast"
+    site.engine.script = lambda request: [0.03, *site.engine.spell("ok")]
     lines = [line(f"r{i}", str(i)) for i in range(40)]
 
     async def main():
@@ -521,6 +522,12 @@ def test_what_may_be_better_later_is_tried_again(site):
             batch = await client.ended(await client.create(jsonl(line("a"))))
             error = (await client.lines(batch["error_file_id"]))["a"]["response"]
             assert error["status_code"] == 503 and error["body"]["error"]["code"] == "engine_dead"
+            left = iter(range(12))  # a server that ends takes its time, and the next one answers
+            site.engine.script = lambda _: (
+                [ShuttingDown("ends")] if next(left, None) is not None else site.engine.spell("x")
+            )
+            batch = await client.ended(await client.create(jsonl(line("a"))))
+            assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
 
     asyncio.run(main())
 

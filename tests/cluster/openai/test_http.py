@@ -144,6 +144,17 @@ def test_a_body_over_the_limit(make_api):
     api.check_alive()
 
 
+def test_who_asks_before_sending_a_body_that_is_too_large_sends_none(make_api, listen):
+    host, port = listen(make_api(max_body_bytes=1000).app).removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as s:
+        s.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 5000\r\nExpect: 100-continue\r\n\r\n"
+        )
+        answer = b"".join(iter(lambda: s.recv(4096), b"")).lower()
+    assert answer.startswith(b"http/1.1 413 ") and b"connection: close" in answer
+
+
 def test_an_endless_body_is_cut_off_while_it_comes(make_api, listen):
     api = make_api(max_body_bytes=100_000)
     host, port = listen(api.app).removeprefix("http://").split(":")
