@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
+from functools import partial
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, NoReturn
@@ -59,6 +60,11 @@ class ServerOptions:
     ray_address: str | None = None  # None: RAY_ADDRESS, else a cluster of our own
     start_timeout: float = 600.0  # seconds until the application answers
     grace_period: float = 20.0  # seconds for requests that run at SIGTERM
+
+    def __post_init__(self) -> None:
+        for name in ("start_timeout", "grace_period"):
+            if not 0 <= (seconds := getattr(self, name)) < math.inf:
+                raise ConfigError(f"{name} must be seconds, 0 or more, not {seconds}")
 
 
 def serve(args: dict[str, Any], options: ServerOptions, build: Callable[..., Any] | None = None) -> None:
@@ -346,7 +352,7 @@ def _start_ray(address: str | None, folder: str | None, num_cpus: int, meanwhile
     meanwhile()
     try:
         if folder:
-            with _without_idle_daemons():
+            with _own_daemons():
                 ray.init("local", include_dashboard=False, num_cpus=num_cpus, _temp_dir=folder, **quiet)
         else:
             ray.init(address, **quiet)
@@ -355,13 +361,18 @@ def _start_ray(address: str | None, folder: str | None, num_cpus: int, meanwhile
 
 
 @contextmanager
-def _without_idle_daemons() -> Iterator[None]:
-    """Keep Ray from starting what has no task on a node of its own and without its dashboard.
+def _own_daemons() -> Iterator[None]:
+    """How Ray starts the daemons of a node of ours; there is no public setting (Ray 2.60).
 
-    The autoscaler has nothing to scale, the log monitor nobody to send to, the dashboard's server no page to show.
-    They would take two of the seconds to the first token; there is no public setting (Ray 2.60).
+    It leaves out what has no task here: the autoscaler has nothing to scale, the log monitor nobody to send to, the
+    dashboard's server no page to show. They would take two of the seconds to the first token. And a signal to our
+    process group, which is what a shell and many a supervisor send, does not reach the others: Ray shields them from
+    SIGINT alone, and at SIGTERM requests are still to end.
     """
+    import ray._private.services
     from ray._private.node import Node
+
+    services: Any = ray._private.services
 
     daemons = {
         "start_monitor": lambda self: None,
@@ -371,9 +382,12 @@ def _without_idle_daemons() -> Iterator[None]:
     originals = {name: getattr(Node, name) for name in daemons}
     for name, nothing in daemons.items():
         setattr(Node, name, nothing)
+    popen = services.ConsolePopen
+    services.ConsolePopen = partial(popen, start_new_session=True)
     try:
         yield
     finally:
+        services.ConsolePopen = popen
         for name, original in originals.items():
             setattr(Node, name, original)
 
