@@ -68,7 +68,7 @@ def short(value: Any) -> str:
 
 
 # JSON numbers have no bound; these keep messages that repeat them short.
-Int = Annotated[int, Field(ge=-(2**64), le=2**64)]
+Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 def _as_list(value: Any) -> Any:
