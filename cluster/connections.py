@@ -9,34 +9,38 @@ import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from ..scheduler.errors import InvalidRequest, Overloaded, PagedRayError
+from .openai.protocol import error_envelope
+
 _Base: Any = AutoHTTPProtocol  # httptools' or h11's: both have `cycle`, `flow`, `transport`, `client`, `connections`
 
 
-def _refusal(status: str, message: str, kind: str, code: str | None, headers: str = "") -> bytes:
+class _TooMany(Overloaded):
+    code = "too_many_connections"
+
+
+class _Full(_TooMany):
+    status = 503
+    type = "service_unavailable_error"
+
+
+def _refusal(error: PagedRayError) -> bytes:
     """A whole response, for what no application is asked about."""
-    body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
-    about = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n{headers}"
-    return f"HTTP/1.1 {status}\r\n{about}\r\n{body}".encode()
+    body = json.dumps(error_envelope(error))
+    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", "connection: close"]
+    lines += ["content-type: application/json", f"content-length: {len(body)}"]
+    if isinstance(error, Overloaded):
+        lines.append(f"retry-after: {error.retry_after:.0f}")
+    return "\r\n".join([*lines, "", body]).encode()
 
 
-_FULL = _refusal(
-    "503 Service Unavailable",
-    "this server has too many connections open",
-    "service_unavailable_error",
-    "too_many_connections",
-    "retry-after: 1\r\n",
-)
-_TOO_MANY = _refusal(
-    "429 Too Many Requests",
-    "this address has too many connections open",
-    "rate_limit_error",
-    "too_many_connections",
-    "retry-after: 1\r\n",
-)
+_FULL = _refusal(_Full("this server has too many connections open"))
+_TOO_MANY = _refusal(_TooMany("this address has too many connections open"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ class Connection(_Base):
 
     def send_400_response(self, msg: str) -> None:
         """What uvicorn says to what is no HTTP, in the shape of all other errors."""
-        self.transport.write(_refusal("400 Bad Request", msg.rstrip("."), "invalid_request_error", None))
+        self.transport.write(_refusal(InvalidRequest(msg.rstrip("."))))
         self.transport.close()
 
     def on_message_complete(self) -> None:

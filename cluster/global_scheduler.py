@@ -318,13 +318,7 @@ class GlobalScheduler:
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
         """Forget requests that nobody waits for, and have their groups abort them."""
-        by_group: dict[str, list[str]] = {}
-        for request_id in request_ids:
-            self._gone(request_id)
-            group_id = self.dispatcher.cancel(request_id, time.monotonic())
-            if group_id in self.groups:
-                by_group.setdefault(group_id, []).append(request_id)
-        for group_id, ids in by_group.items():
+        for group_id, ids in self._forget(request_ids).items():
             self._tasks.spawn(self._call_leader(group_id, "abort", ids))
         self._dispatch()
 
@@ -401,14 +395,10 @@ class GlobalScheduler:
     async def end_requests(self) -> None:
         """What is not done yet ends now, with an error that tells its client to ask again."""
         self.over = True
-        by_group: dict[str, list[str]] = {}
-        for request_id in list(self.ingress_of):
-            group_id = self.dispatcher.cancel(request_id, time.monotonic())
-            if group_id in self.groups:
-                by_group.setdefault(group_id, []).append(request_id)
-                self._gone(request_id)
-            else:
-                self._refuse(request_id, shutting_down())
+        for request_id in [i for i in self.ingress_of if self.dispatcher.group_of(i) not in self.groups]:
+            self.dispatcher.cancel(request_id, time.monotonic())
+            self._refuse(request_id, shutting_down())
+        by_group = self._forget(list(self.ingress_of))
         await asyncio.gather(*(self._call_leader(g, "end_requests", ids) for g, ids in by_group.items()))
 
     async def num_unfinished(self) -> int:
@@ -581,6 +571,16 @@ class GlobalScheduler:
         if request_id in self.traced:
             self._trace(request_id, {"error.type": error.code or error.type})
         self._tell(self.ingress_of.pop(request_id), request_id, error=error)
+
+    def _forget(self, request_ids: Sequence[str]) -> dict[str, list[str]]:
+        """Forget requests that may still run; returns those that groups have, by group."""
+        by_group: dict[str, list[str]] = {}
+        for request_id in request_ids:
+            self._gone(request_id)
+            group_id = self.dispatcher.cancel(request_id, time.monotonic())
+            if group_id in self.groups:
+                by_group.setdefault(group_id, []).append(request_id)
+        return by_group
 
     def _gone(self, request_id: str) -> str | None:
         """Forget a request that has ended; returns the ingress it came from."""

@@ -127,7 +127,7 @@ class _Server:
             self.killed = True  # what the other thread makes of that is no news
             if not self.stop.is_set():
                 _say("stopped before it was ready")
-            kill_all_descendants()
+            leave_no_process(grace=0.0, give_up=2.0)
             self._remove_folder()
             os._exit(128 + signum)
         self.signum = signum
@@ -602,19 +602,11 @@ def kill_all(pids: list[int]) -> None:
             pass
 
 
-def kill_all_descendants(seconds: float = 2.0) -> None:
-    """And those that they start meanwhile."""
-    deadline = time.monotonic() + seconds
-    while (left := descendants()) and time.monotonic() < deadline:
-        kill_all(left)
-        time.sleep(0.02)
-
-
-def leave_no_process(grace: float = _LEAVE_SECONDS) -> None:
-    """Wait until every descendant has ended; kill those that have not after `grace` seconds; give up after twice."""
-    deadline = time.monotonic() + grace
-    while (left := descendants()) and time.monotonic() < deadline + grace:
-        if time.monotonic() > deadline:
+def leave_no_process(grace: float = _LEAVE_SECONDS, give_up: float = 2 * _LEAVE_SECONDS) -> None:
+    """Wait until every descendant has ended, `give_up` seconds at most; kill what has not after `grace` seconds."""
+    began = time.monotonic()
+    while (left := descendants()) and time.monotonic() < began + give_up:
+        if time.monotonic() > began + grace:
             kill_all(left)
         time.sleep(0.05)
         _reap()

@@ -178,9 +178,7 @@ class Leader:
     async def end_requests(self, request_ids: Sequence[str]) -> None:
         """The application ends, and these are not done yet; so do those that are still on their way here."""
         self.over = True
-        for request_id in request_ids:
-            self._fail(request_id, shutting_down())
-        self._inbox.put(lambda: self._abort_in_engine(request_ids))
+        self._break_off(request_ids, shutting_down())
 
     async def drain(self, seconds: float) -> int:
         """Have all sequences go on at other groups, and run them until they do.
@@ -197,9 +195,7 @@ class Leader:
         while self.requests and self.error is None and time.monotonic() < deadline:
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
         left = list(self.requests)
-        for request_id in left:
-            self._fail(request_id, GroupDrained("the worker group that held this request has left; send it again"))
-        self._inbox.put(lambda: self._abort_in_engine(left))
+        self._break_off(left, GroupDrained("the worker group that held this request has left; send it again"))
         logger.info("group %s has been drained; %d sequences could not move", self.group_id, len(left))
         return len(left)
 
@@ -365,6 +361,11 @@ class Leader:
             self.tokens.outbox(ingress_id).send(TokenFrame(failures=((request_id, error),)))
             self._ended(request_id)
 
+    def _break_off(self, request_ids: Sequence[str], error: PagedRayError) -> None:
+        for request_id in request_ids:
+            self._fail(request_id, error)
+        self._inbox.put(lambda: self._abort_in_engine(request_ids))
+
     def _die(self, error: BaseException) -> None:
         """The engine is of no more use. Whatever it may still say is not heard, and nobody sends it anything more."""
         if self.error is None:
@@ -393,9 +394,7 @@ class Leader:
     def _ingress_lost(self, ingress_id: str) -> None:
         """Its connection broke. It takes its sequences here for lost; should it come again, it is told the same."""
         request_ids = tuple(self.tokens.outbox(ingress_id).request_ids)
-        for request_id in request_ids:
-            self._fail(request_id, GroupLost("the connection to the worker group broke; send the request again"))
-        self._inbox.put(lambda: self._abort_in_engine(request_ids))
+        self._break_off(request_ids, GroupLost("the connection to the worker group broke; send the request again"))
 
     def _ingress_gone(self, ingress_id: str, request_ids: Sequence[str]) -> None:
         logger.warning("ingress %s is gone; aborting its %d sequences", ingress_id, len(request_ids))

@@ -126,8 +126,9 @@ class ModelRunner:
         """A token each, of logits [n, vocab]; and the sequences whose grammars are not compiled yet."""
         states = [self.states[s] for s in seq_ids]
         rows = self.sampler.ready(states, patience)
-        deferred = tuple(s for row, s in enumerate(seq_ids) if row not in rows) if len(rows) < len(seq_ids) else ()
-        if deferred:
+        deferred: tuple[int, ...] = ()
+        if len(rows) < len(seq_ids):
+            deferred = tuple(s for row, s in enumerate(seq_ids) if row not in rows)
             seq_ids, states, logits = [seq_ids[r] for r in rows], [states[r] for r in rows], logits[rows]
         if not rows:
             return (), deferred

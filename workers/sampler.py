@@ -78,11 +78,11 @@ class Sampler:
     def ready(self, states: Sequence[SamplingState], patience: float = 0.0) -> list[int]:
         """The rows for which a token can be drawn; where there is none, after up to `patience` seconds. The others'
         grammars are still being compiled."""
-        rows = [row for row, state in enumerate(states) if state.matcher is None or state.matcher.ready()]
-        if not rows and patience:
-            share = patience / len(states)
-            rows = [row for row, state in enumerate(states) if state.matcher is None or state.matcher.ready(share)]
-        return rows
+
+        def rows(timeout: float) -> list[int]:
+            return [row for row, state in enumerate(states) if state.matcher is None or state.matcher.ready(timeout)]
+
+        return rows(0.0) or rows(patience / len(states))
 
     def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Draw one token a row. logits: [len(states), vocab] fp32, changed in place."""

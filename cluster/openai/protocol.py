@@ -75,6 +75,20 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _refuse(extra: Mapping[str, Any], names: Mapping[str, tuple[Any, ...]], who: str) -> None:
+    """Raises `InvalidRequest` for the first of these fields that asks for something: not for null, nor its harmless
+    values."""
+    for name, harmless in names.items():
+        value = extra.get(name)
+        if value is not None and value not in harmless:
+            raise InvalidRequest(f"{name} is not supported by {who}", name)
+
+
+def _note_unknown(names: Collection[str]) -> None:
+    if names:
+        logger.warning("ignored unknown fields of a request: %s", short(sorted(names)))  # quoted: no line of its own
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
 
@@ -175,20 +189,12 @@ class GenerationRequest(Body):
 
     def _check_fields(self) -> None:
         extra = self.model_extra or {}
-        for name, harmless in UNSUPPORTED.items():
-            value = extra.get(name)
-            if value is None or value in harmless:
-                continue
-            raise InvalidRequest(f"{name} is not supported by this server", name)
+        _refuse(extra, UNSUPPORTED, "this server")
         if extra.get("best_of") not in (None, self.n or 1):
             raise InvalidRequest("best_of is not supported by this server, other than equal to n", "best_of")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed together with stream: true", "stream_options")
-        unknown = extra.keys() - _IGNORED - UNSUPPORTED.keys()
-        if unknown:
-            logger.warning(
-                "ignored unknown fields of a request: %s", short(sorted(unknown))
-            )  # quoted: no line of its own
+        _note_unknown(extra.keys() - _IGNORED - UNSUPPORTED.keys())
 
     @property
     def include_usage(self) -> bool:
@@ -420,15 +426,15 @@ class ChatCompletionRequest(GenerationRequest):
         return super().asked_max_tokens()
 
 
-# Fields of the other endpoints that would change the answer, with the values that ask for nothing.
+# Fields of the other endpoints that would change the answer, with the values that ask for nothing, as above.
 _OTHERS: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "response_format": (None,),
-    "messages": (None,),
-    "max_tokens": (None,),
-    "max_completion_tokens": (None,),
+    "n": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "response_format": (),
+    "messages": (),
+    "max_tokens": (),
+    "max_completion_tokens": (),
 }
 
 
@@ -449,15 +455,13 @@ class ResponsesRequest(Body):
     metadata: dict[str, str] | None = None
 
     def _check_fields(self) -> None:
+        extra = self.model_extra or {}
         for name in ("previous_response_id", "conversation", "prompt", "background"):
-            if (self.model_extra or {}).get(name):
+            if extra.get(name):
                 raise InvalidRequest(f"{name} is not supported: this server stores no responses", name)
-        for name, harmless in _OTHERS.items():
-            if (self.model_extra or {}).get(name) not in harmless:
-                raise InvalidRequest(f"{name} is not supported by /v1/responses", name)
+        _refuse(extra, _OTHERS, "/v1/responses")
         known = {*ChatCompletionRequest.model_fields, *UNSUPPORTED, *_IGNORED, *_OTHERS, "include", "reasoning"}
-        if unknown := (self.model_extra or {}).keys() - known:
-            logger.warning("ignored unknown fields of a request: %s", short(sorted(unknown)))
+        _note_unknown(extra.keys() - known)
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
@@ -528,8 +532,7 @@ class EmbeddingRequest(Body):
         extra = self.model_extra or {}
         if extra.get("truncate_prompt_tokens") is not None:
             raise InvalidRequest("truncate_prompt_tokens is not supported by this server", "truncate_prompt_tokens")
-        if unknown := extra.keys() - {"truncate_prompt_tokens"}:
-            logger.warning("ignored unknown fields of a request: %s", short(sorted(unknown)))
+        _note_unknown(extra.keys() - {"truncate_prompt_tokens"})
 
 
 # What a pydantic error type asks for, in this API's words.
