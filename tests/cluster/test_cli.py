@@ -412,6 +412,7 @@ def test_a_second_signal_kills_at_once(server):
     command = server("good")
     command.until("curl http")
     assert len(command.family()) > 5
+    os.kill(raylet_of(command), signal.SIGSTOP)  # or the first signal may have had its way before the second comes
     command.process.send_signal(signal.SIGINT)
     command.until("stopping")
     command.process.send_signal(signal.SIGINT)
@@ -427,10 +428,14 @@ def test_a_cluster_that_dies_ends_the_server(server):
     command = server("good")
     command.until("curl http")
     command.family()
-    raylet = [p for p in local_server.children(command.process.pid) if b"raylet/raylet" in cmdline(p).split(b" ")[0]]
-    os.kill(raylet[0], signal.SIGKILL)
+    os.kill(raylet_of(command), signal.SIGKILL)
     assert command.wait() == 1
     assert "of the Ray cluster ended by itself" in command.output
+
+
+def raylet_of(command):
+    (found,) = [p for p in local_server.children(command.process.pid) if b"raylet/raylet" in cmdline(p).split(b" ")[0]]
+    return found
 
 
 def cmdline(pid):

@@ -1,4 +1,4 @@
-"""An application that is changed while 20 requests a second come: a good change, and one that cannot start."""
+"""An application that is changed while 10 requests a second come: a good change, and one that cannot start."""
 
 import json
 import subprocess
@@ -53,7 +53,7 @@ async def load():
         tasks, began = [], time.monotonic()
         while not stop.is_set():
             tasks.append(asyncio.create_task(ask(client)))
-            await asyncio.sleep(max(0.0, began + len(tasks) / 20 - time.monotonic()))
+            await asyncio.sleep(max(0.0, began + len(tasks) / 10 - time.monotonic()))
         await asyncio.gather(*tasks)
 
 adopt_orphans()
