@@ -32,6 +32,7 @@ _json.__name__ = "JSON"
 _ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "--dtype": (str, "auto, bfloat16 or float32"),
     "--quantization": (str, "of weights: auto (as the files have them), int8, fp8 (GPUs), or none (in --dtype)"),
+    "--kv-cache-dtype": (str, "of KV: auto (as --dtype), int8 (CPUs; about half of bf16) or fp8 (GPUs; unscaled e4m3)"),
     "--max-model-len": (int, "prompt and output, in tokens"),
     "--max-num-seqs": (int, "sequences in a step"),
     "--max-num-batched-tokens": (int, "tokens in a step: the prefill chunk"),

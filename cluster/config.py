@@ -468,7 +468,6 @@ _VLLM: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "enable_chunked_prefill": ((True,), "prefill is always chunked"),
     "scheduling_policy": (("fcfs", "priority"), "requests go by arrival + priority x 10 s"),
     "preemption_mode": (("recompute",), "a preempted sequence is computed again"),
-    "kv_cache_dtype": (("auto",), "KV is kept in the model's dtype"),
     "load_format": (("auto", "safetensors", "gguf"), "the format is read from the files"),
     "task": (("auto", "generate"), "models generate"),
     "runner": (("auto", "generate"), "models generate"),
@@ -605,7 +604,16 @@ def _check_same(model: ModelDeployment, path: str, other: ModelDeployment, where
     if model.role == other.role:
         at = f"{path}.model_loading_config.model_id"
         raise ConfigError(f"{at} is {model.model_id!r}, as in {where}: ids must differ, or roles (prefill, decode)")
-    for name in ("model", "tokenizer", "dtype", "quantization", "block_size", "max_model_len", "generation_config"):
+    for name in (
+        "model",
+        "tokenizer",
+        "dtype",
+        "quantization",
+        "kv_cache_dtype",
+        "block_size",
+        "max_model_len",
+        "generation_config",
+    ):
         mine, theirs = getattr(model.engine, name), getattr(other.engine, name)
         if mine != theirs:
             what = f"{name} is {mine!r}, and {theirs!r} in {where}"

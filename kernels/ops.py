@@ -34,6 +34,8 @@ __all__ = [
     "embedding",
     "gather_kv_blocks",
     "greedy",
+    "kv_cache_formats",
+    "kv_row_size",
     "linear",
     "log_probs",
     "mask_tokens",
@@ -182,20 +184,34 @@ def rotary_and_cache(
     q [T, num_heads, D], k and v [T, num_kv_heads, D]: views into one fused tensor are welcome, each token's heads being
     contiguous. positions int64 [T]; cos_sin fp32 [max_position, rotary_dim]: cos, then sin; dimensions from rotary_dim
     on pass through. slot_mapping int64 [T]: block_id * block_size + offset; negative: not cached.
-    k_cache, v_cache [num_blocks, num_kv_heads, block_size, D], contiguous.
+    k_cache, v_cache [num_blocks, num_kv_heads, block_size, row], contiguous, as `kv_row_size` says.
     """
     _table(q.device.type)["rotary_and_cache"](q, k, v, positions, cos_sin, slot_mapping, k_cache, v_cache)
 
 
+def kv_row_size(head_dim: int, dtype: dtype) -> int:
+    """Elements that a token's key or value of one head takes in a cache of `dtype`.
+
+    They are the head's numbers, head_dim of them. In an int8 cache they are codes, largest magnitude / 127 apart, and
+    that scale follows them in fp32: four bytes more (per token and head, as KVQuant's values, Hooper 2024).
+    """
+    return reference.kv_row_size(head_dim, dtype)
+
+
+def kv_cache_formats(device_type: str) -> tuple[str, ...]:
+    """What a cache may be kept in on a device, besides the dtype of the model: int8, or fp8 (e4m3, unscaled)."""
+    return _table(device_type)["kv_cache_formats"]()
+
+
 def gather_kv_blocks(run: Tensor, k_cache: Tensor, v_cache: Tensor, block_ids: Tensor) -> None:
-    """Copies blocks of a layer's caches to `run` [2, num_kv_heads, n, block_size, head_dim], K before V, as KV goes to
-    other groups. Caches [num_blocks, num_kv_heads, block_size, head_dim], block_ids int64 [n].
+    """Copies blocks of a layer's caches to `run` [2, num_kv_heads, n, block_size, row], K before V, as KV goes to other
+    groups. Caches [num_blocks, num_kv_heads, block_size, row], block_ids int64 [n].
     """
     _table(k_cache.device.type)["gather_kv_blocks"](run, k_cache, v_cache, block_ids)
 
 
 def scatter_kv_blocks(run: Tensor, k_cache: Tensor, v_cache: Tensor, block_ids: Tensor, first_head: int = 0) -> None:
-    """Writes `run` [2, h, n, block_size, head_dim] to blocks, all of them different: the h heads from `first_head`."""
+    """Writes `run` [2, h, n, block_size, row] to blocks, all of them different: the h heads from `first_head`."""
     _table(k_cache.device.type)["scatter_kv_blocks"](run, k_cache, v_cache, block_ids, first_head)
 
 
@@ -204,8 +220,9 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: Atten
 
     Prefill, chunked prefill and decode may be mixed in a step.
 
-    q [T, num_heads, D], caches [num_blocks, num_kv_heads, block_size, D] with this step's keys already written;
-    query head h reads kv head h // (num_heads / num_kv_heads). Returns [T, num_heads, D], contiguous.
+    q [T, num_heads, D], caches [num_blocks, num_kv_heads, block_size, row] with this step's keys already written; int8
+    ones are dequantized to q's dtype. Query head h reads kv head h // (num_heads / num_kv_heads). Returns
+    [T, num_heads, D], contiguous.
     A row's result does not depend on what else is in the step, nor on how its prefill was cut in chunks.
     """
     return _table(q.device.type)["paged_attention"](q, k_cache, v_cache, metadata, scale)

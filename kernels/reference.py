@@ -18,6 +18,7 @@ __all__ = ["quantize_int8"]  # besides what is defined here
 
 GREEDY_TEMPERATURE = 1e-5  # below it a row takes its likeliest token (vLLM's bound)
 LOWEST_LOGPROB = -9999.0  # what the OpenAI API says instead of minus infinity
+_SCALE_BYTES = 4
 
 
 Weight = Tensor | QuantizedTensor
@@ -140,6 +141,26 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(new_residual, weight, eps), new_residual
 
 
+def kv_row_size(head_dim: int, dtype: torch.dtype) -> int:
+    return head_dim + _SCALE_BYTES if dtype == torch.int8 else head_dim
+
+
+def quantize_kv(rows: Tensor) -> Tensor:
+    """Keys or values [..., D] -> rows of an int8 cache, [..., D + 4]."""
+    largest = rows.float().abs().amax(-1, keepdim=True)
+    zero, finite = largest < 1e-30, largest.isfinite()
+    inverse = torch.where(zero, 0.0, torch.tensor(127.0) / largest)  # rounded as a division: 127 / largest is not
+    codes = torch.where(finite, rows.float() * inverse, 0.0).round().to(torch.int8)
+    scale = torch.where(finite, torch.where(zero, 0.0, largest / 127), torch.nan)
+    return torch.cat([codes, scale.view(torch.int8)], dim=-1)
+
+
+def dequantize_kv(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of an int8 cache [..., D + 4] -> [..., D]."""
+    scale = rows[..., -_SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    return (rows[..., :-_SCALE_BYTES].float() * scale).to(dtype)
+
+
 def rotary_and_cache(
     q: Tensor,
     k: Tensor,
@@ -162,8 +183,8 @@ def rotary_and_cache(
     block_size = k_cache.shape[2]
     block_ids = slot_mapping[cached] // block_size
     offsets = slot_mapping[cached] % block_size
-    k_cache[block_ids, :, offsets] = rotated(k)[cached]
-    v_cache[block_ids, :, offsets] = v[cached]
+    for cache, rows in ((k_cache, rotated(k)), (v_cache, v)):
+        cache[block_ids, :, offsets] = quantize_kv(rows[cached]) if cache.dtype == torch.int8 else rows[cached]
 
 
 def gather_kv_blocks(run: Tensor, k_cache: Tensor, v_cache: Tensor, block_ids: Tensor) -> None:
@@ -191,7 +212,7 @@ def paged_attention(
 ) -> Tensor:
     """As `ops.paged_attention`. The options are the GPU kernels', which say what they mean."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    num_kv_heads, block_size, head_dim = k_cache.shape[1:]
+    num_kv_heads, block_size, row = k_cache.shape[1:]
     group = q.shape[1] // num_kv_heads
     starts = metadata.query_start_loc.tolist()
     for b, seq_len in enumerate(metadata.seq_lens.tolist()):
@@ -201,7 +222,9 @@ def paged_attention(
         blocks = metadata.block_tables[b, : -(-seq_len // block_size)].long()
 
         def gathered(cache: Tensor, blocks: Tensor = blocks, seq_len: int = seq_len) -> Tensor:
-            tokens = cache[blocks].transpose(1, 2).reshape(-1, num_kv_heads, head_dim)[:seq_len]
+            tokens = cache[blocks].transpose(1, 2).reshape(-1, num_kv_heads, row)[:seq_len]
+            if cache.dtype == torch.int8:
+                tokens = dequantize_kv(tokens, q.dtype)
             return tokens.float().repeat_interleave(group, dim=1)  # [seq_len, num_heads, head_dim]
 
         scores = torch.einsum("qhd,khd->hqk", q[begin:end].float(), gathered(k_cache)) * (scale * k_scale)
@@ -216,6 +239,10 @@ def paged_attention(
         weights = scores.softmax(-1)[..., :seq_len]
         out[begin:end] = (torch.einsum("hqk,khd->qhd", weights, gathered(v_cache)) * v_scale).to(q.dtype)
     return out
+
+
+def kv_cache_formats() -> tuple[str, ...]:
+    return ("int8",)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

@@ -23,6 +23,23 @@ def demo_model() -> Path:
     return path
 
 
+@pytest.fixture
+def round_kv(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`round_kv(model, rounding)`: from now on transformers' Llama sees keys and values as a cache would give them."""
+    from transformers.models.llama import modeling_llama
+
+    plain = modeling_llama.eager_attention_forward
+
+    def use(model: Any, rounding: Callable[[Any], Any]) -> None:
+        def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+            return plain(module, query, rounding(key), rounding(value), *args, **options)
+
+        model.set_attn_implementation("eager")
+        monkeypatch.setattr(modeling_llama, "eager_attention_forward", attention)
+
+    return use
+
+
 @pytest.fixture(scope="session")
 def tiny_llama() -> Callable[..., Any]:
     """A factory of tiny, seeded models of transformers: `model = tiny_llama(tie_word_embeddings=True)`.

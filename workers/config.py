@@ -11,6 +11,7 @@ from ..scheduler.names import nearest
 DTYPES = ("auto", "bfloat16", "float32")
 DEVICES = ("auto", "cuda", "cpu")
 QUANTIZATIONS = ("auto", "none", "int8", "fp8")
+KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 GENERATION_CONFIGS = ("auto", "vllm")
 GPU_BLOCK_SIZE = 64  # a block's keys of a head are a tile of their own then
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")  # what `workers.rope` computes
@@ -163,6 +164,9 @@ class EngineConfig:
     # Weights: "auto" as the files have them, GGUF's blocks included; "int8" any; "none" dequantized to dtype. On a GPU
     # "int8" and "fp8" are of weights and activations, and all others are dequantized.
     quantization: str = "auto"
+    # KV: "auto" in dtype; on CPUs "int8", with a scale for each token and head; on GPUs "fp8" (e4m3), unscaled: what
+    # is over 448 is cut off
+    kv_cache_dtype: str = "auto"
     block_size: int = 0  # tokens a KV block; left out: 16, or 64 with `device: cuda`
     max_model_len: int | None = None  # prompt and output, in tokens; None: the model's, as far as the KV pool holds
     max_num_seqs: int = 64  # sequences in a step
@@ -230,6 +234,12 @@ class EngineConfig:
             object.__setattr__(self, "quantization", "auto")
         if self.quantization not in QUANTIZATIONS:
             raise ConfigError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, not {self.quantization!r}")
+        if self.kv_cache_dtype == "fp8_e4m3":  # vLLM has both words
+            object.__setattr__(self, "kv_cache_dtype", "fp8")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ConfigError(
+                f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, not {self.kv_cache_dtype!r}"
+            )
         if self.generation_config not in GENERATION_CONFIGS:
             right = " or ".join(GENERATION_CONFIGS)
             raise ConfigError(f"generation_config must be {right}, not {self.generation_config!r}")

@@ -19,7 +19,7 @@ from .config import EngineConfig
 from .executor import Executor, make_executor
 from .kv_cache import bytes_per_token
 from .sampler import GrammarBackend
-from .worker import model_dtype
+from .worker import cache_dtype
 
 _RUN_BYTES = 8 << 20  # of KV in a published run: large enough for the object store, small enough to be evicted
 _MIN_STEPS = 8  # before what steps take is known
@@ -71,7 +71,7 @@ class Engine:
     def block_bytes(self) -> int:
         """Of KV in a block, over all ranks."""
         model = self.executor.model_config
-        return self.config.block_size * bytes_per_token(model, model_dtype(self.config, model))
+        return self.config.block_size * bytes_per_token(model, cache_dtype(self.config, model))
 
     @property
     def max_model_len(self) -> int:

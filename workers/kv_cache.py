@@ -1,4 +1,4 @@
-"""The rank's KV tensors, one pair a layer, paged: `[num_blocks, num_kv_heads, block_size, head_dim]`."""
+"""The rank's KV tensors, one pair a layer, paged: `[num_blocks, num_kv_heads, block_size, ops.kv_row_size]`."""
 
 import logging
 import os
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels import ops
 from ..scheduler.errors import ConfigError
 from .config import EngineConfig, ModelConfig
 from .partition import Shard, whole_model
@@ -26,9 +27,9 @@ def allocate(
     shard: Shard | None = None,
     device: torch.device = _CPU,
 ) -> list[tuple[Tensor, Tensor]]:
-    """K and V of every layer of the rank, zeroed; a CPU's on pages that the system provides as they are written."""
+    """K and V of every layer of the rank, kept in `dtype`, zeroed; a CPU's on pages that come as they are written."""
     shard = shard or whole_model(config)
-    shape = (num_blocks, len(shard.kv_heads), block_size, config.head_dim)
+    shape = (num_blocks, len(shard.kv_heads), block_size, ops.kv_row_size(config.head_dim, dtype))
     num_bytes = int(np.prod(shape)) * dtype.itemsize
 
     def lazily_zeroed() -> Tensor:
@@ -40,9 +41,9 @@ def allocate(
 
 
 def bytes_per_token(config: ModelConfig, dtype: torch.dtype, shard: Shard | None = None) -> int:
-    """What a token takes on the rank that `shard` describes."""
+    """What a token takes on the rank that `shard` describes, in caches of `dtype`."""
     shard = shard or whole_model(config)
-    return 2 * len(shard.layers) * len(shard.kv_heads) * config.head_dim * dtype.itemsize
+    return 2 * len(shard.layers) * len(shard.kv_heads) * ops.kv_row_size(config.head_dim, dtype) * dtype.itemsize
 
 
 def plan_capacity(
@@ -53,7 +54,8 @@ def plan_capacity(
     on_host: int = 1,
     budget: int | None = None,
 ) -> tuple[int, int]:
-    """Decide (num_blocks, max_model_len) as far as this rank can: the group has the least of all ranks'.
+    """Decide (num_blocks, max_model_len) as far as this rank can: the group has the least of all ranks'. `dtype` is the
+    caches'.
 
     Without a setting the pool takes `budget` bytes, which a GPU knows, or else a quarter of the memory that is free, or
     less where `max_num_seqs` sequences of full length need less; `on_host` ranks share it. `shards` are the group's,

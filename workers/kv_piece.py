@@ -15,14 +15,14 @@ class KVPiece:
     kv_heads: tuple[int, int]
     num_blocks: int
     block_size: int
-    head_dim: int
+    row_size: int  # of a token and head, in elements of the dtype
     num_bytes: int
     checksums: bytes  # CRC-32 of every unit, in the order of the layout, as uint32
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
         layers, heads = self.layers[1] - self.layers[0], self.kv_heads[1] - self.kv_heads[0]
-        return layers, 2, heads, self.num_blocks, self.block_size, self.head_dim
+        return layers, 2, heads, self.num_blocks, self.block_size, self.row_size
 
     def overlaps(self, shard: Shard) -> bool:
         """Whether a rank with that shard needs something of it."""

@@ -1,8 +1,9 @@
 """KV blocks on their way between ranks: packed into one array, checked, and unpacked by a rank with any other split.
 
-Wire layout: `[num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim]`, K before V, of the layers and heads of
-the rank that packed it. What lies together is a unit: all blocks of one head of one layer, K or V. A rank that holds
-other layers or heads takes the units that it needs, from one piece or several, and checks no more than those.
+Wire layout: `[num_layers, 2, num_kv_heads, num_blocks, block_size, row]`, K before V, of the layers and heads of the
+rank that packed it, rows as its caches have them. What lies together is a unit: all blocks of one head of one layer, K
+or V. A rank that holds other layers or heads takes the units that it needs, from one piece or several, and checks no
+more than those.
 """
 
 import ctypes
@@ -27,7 +28,7 @@ from .partition import Range, Shard, whole_model
 
 def fingerprint(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> str:
     """Equal for ranks whose blocks mean the same, however the model is split."""
-    text = repr((config.model, config.quantization, config.block_size, model, str(dtype)))
+    text = repr((config.model, config.quantization, config.kv_cache_dtype, config.block_size, model, str(dtype)))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -46,8 +47,8 @@ class KVPort:
         shard: Shard | None = None,
         copies: CopyStream | None = None,
     ):
-        """`caches`: K and V of each of the rank's layers, `[num_blocks, num_kv_heads, block_size, head_dim]`; those of
-        a GPU have a `CopyStream`.
+        """`caches`: K and V of each of the rank's layers, `[num_blocks, num_kv_heads, block_size, row]`; those of a
+        GPU have a `CopyStream`.
         """
         self.caches = caches
         self.fingerprint = fingerprint
@@ -60,9 +61,9 @@ class KVPort:
     def pack(self, block_ids: Sequence[int]) -> tuple[KVPiece, np.ndarray]:
         """This rank's part of some blocks, as bytes in the wire layout."""
         first = self.caches[0][0]
-        _, num_heads, block_size, head_dim = first.shape
+        _, num_heads, block_size, row_size = first.shape
         ids = torch.tensor(block_ids, device=self._device)
-        shape = (len(self.caches), 2, num_heads, len(block_ids), block_size, head_dim)
+        shape = (len(self.caches), 2, num_heads, len(block_ids), block_size, row_size)
         num_bytes, copies = int(np.prod(shape)) * first.element_size(), self._copies
         host = copies.host_bytes(num_bytes) if copies else torch.empty(num_bytes, dtype=torch.uint8)
         units = host.view(first.dtype).view(shape)
@@ -87,7 +88,7 @@ class KVPort:
             (heads.start, heads.stop),
             len(block_ids),
             block_size,
-            head_dim,
+            row_size,
             data.size,
             crcs.tobytes(),
         )
@@ -111,7 +112,7 @@ class KVPort:
                 if not wanted:
                     continue
                 low, high = wanted[0] - piece.kv_heads[0], wanted[-1] + 1 - piece.kv_heads[0]
-                source = units[layer - piece.layers[0], :, low:high]  # [2, heads, blocks, block_size, head_dim]
+                source = units[layer - piece.layers[0], :, low:high]  # [2, heads, blocks, block_size, row]
                 expected = crcs[layer - piece.layers[0], :, low:high].reshape(-1).tolist()
                 if [_crc(head) for kv in source for head in kv] != expected:
                     raise KVTransferError(f"KV of layer {layer} is damaged: its checksum is another")
@@ -128,7 +129,7 @@ class KVPort:
         """A piece as a tensor in the wire layout, and its units' checksums `[num_layers, 2, num_kv_heads]`."""
         cache = self.caches[0][0]
         mine = (self.fingerprint, str(cache.dtype), *cache.shape[2:])
-        theirs = (piece.fingerprint, piece.dtype, piece.block_size, piece.head_dim)
+        theirs = (piece.fingerprint, piece.dtype, piece.block_size, piece.row_size)
         if mine != theirs:
             raise KVTransferError(f"KV is of another model, dtype or block size: {theirs}, here it is {mine}")
         shape = piece.shape
@@ -143,7 +144,7 @@ class KVPort:
 
 
 def _crc(unit: Tensor) -> int:
-    """unit [blocks, block_size, head_dim], contiguous. Lets other threads run meanwhile."""
+    """unit [blocks, block_size, row], contiguous. Lets other threads run meanwhile."""
     data: Any = unit.reshape(-1).view(torch.uint8).numpy()
     return zlib.crc32(data)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from ..kernels import ops
+from . import kv_cache
 from .checkpoint.load import Checkpoint, load_weights
 from .config import EngineConfig
 from .models.decoder import Decoder
@@ -41,12 +42,8 @@ def measure(checkpoint: Checkpoint, engine: EngineConfig, dtype: torch.dtype) ->
     model = Decoder(config, weights, _CONTEXT, sample)
     block = engine.block_size
     per_sequence = -(-_CONTEXT // block)
-    caches = [
-        tuple(
-            torch.zeros(_TOKENS * per_sequence, len(first.kv_heads), block, config.head_dim, dtype=dtype) for _ in "kv"
-        )
-        for _ in range(num_layers)
-    ]
+    kept_in = torch.int8 if engine.kv_cache_dtype == "int8" else dtype  # fp8 is for GPUs, and this runs on the CPU
+    caches = kv_cache.allocate(config, _TOKENS * per_sequence, block, kept_in, sample)
     tables = torch.arange(_TOKENS * per_sequence, dtype=torch.int32).view(_TOKENS, per_sequence)
     positions = torch.full((_TOKENS,), _CONTEXT - 1, dtype=torch.int64)
     metadata = ops.AttentionMetadata(
@@ -60,7 +57,7 @@ def measure(checkpoint: Checkpoint, engine: EngineConfig, dtype: torch.dtype) ->
     ids = torch.zeros(_TOKENS, dtype=torch.int64)
     with torch.inference_mode():
         hidden = model.embed(ids)
-        layers = _seconds(lambda: model.forward(hidden.clone(), positions, caches, metadata))  # type: ignore[arg-type]
+        layers = _seconds(lambda: model.forward(hidden.clone(), positions, caches, metadata))
         head = _seconds(lambda: ops.greedy(model.logits(hidden)))
         embedding = _seconds(lambda: model.embed(ids))
     # What the head's rank does beyond its own rows, bringing logits together and choosing, grows with the vocabulary.

@@ -27,6 +27,12 @@ def model_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
     return getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
 
 
+def cache_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
+    """What its KV is kept in."""
+    formats = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+    return formats.get(config.kv_cache_dtype) or model_dtype(config, model)
+
+
 def set_threads(config: EngineConfig, on_host: int = 1) -> None:
     """How many threads an operation of the calling thread uses, where `on_host` ranks share the machine."""
     torch.set_num_threads(config.cpu_threads or max(1, len(os.sched_getaffinity(0)) // on_host))
@@ -55,6 +61,7 @@ class Worker:
         self.config = config
         self.model_config: ModelConfig = checkpoint.config
         self.dtype = model_dtype(config, self.model_config)
+        self.cache_dtype = cache_dtype(config, self.model_config)
         self.shard = topology.shards[rank] if topology else None
         self.grammars: Grammars | None = None  # of the rank that samples
         if grammar_backend and (self.shard is None or self.shard.samples):
@@ -63,6 +70,7 @@ class Worker:
         shards = [self.shard, *(s for s in topology.shards if s.rank != rank)] if topology and self.shard else []
         self.device = topology.device(rank) if topology else cuda.select_device(config.device)
         self._quantize = self._format()
+        self._check_cache_format()
         quantization = "none" if self._quantize else config.quantization
         budget = None
         self._model: Decoder | None = None
@@ -72,7 +80,7 @@ class Worker:
             self._model, use = self.profile(weights, longest)
             budget = cuda.kv_budget(use, config.gpu_memory_utilization)
         self.num_blocks, self.max_model_len = kv_cache.plan_capacity(
-            self.model_config, config, self.dtype, shards, on_host, budget
+            self.model_config, config, self.cache_dtype, shards, on_host, budget
         )
         if self._model is None:
             self._weights = load_weights(checkpoint, self.dtype, progress, self.shard, quantization)
@@ -81,7 +89,7 @@ class Worker:
         """What linear layers are rounded to once they are loaded, where the kernels of this device compute in that."""
         wanted, device = self.config.quantization, self.device
         if wanted in ops.linear_formats(device.type):
-            if wanted == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+            if wanted == "fp8" and not self._has_fp8():
                 name = torch.cuda.get_device_name(device)
                 raise ConfigError(f"quantization is fp8, which {name} cannot multiply (sm_89 and later can); say int8")
             return wanted
@@ -91,6 +99,19 @@ class Worker:
                 "cuda where triton is installed"
             )
         return None
+
+    def _check_cache_format(self) -> None:
+        wanted, device = self.config.kv_cache_dtype, self.device.type
+        formats = ops.kv_cache_formats(device)
+        if wanted != "auto" and wanted not in formats:
+            right = " or ".join(("auto", *formats))
+            raise ConfigError(f"kv_cache_dtype is {wanted}, which the kernels for {device} do not read: say {right}")
+        if wanted == "fp8" and not self._has_fp8():
+            name = torch.cuda.get_device_name(self.device)
+            raise ConfigError(f"kv_cache_dtype is fp8, which {name} does not have (sm_89 and later do); say auto")
+
+    def _has_fp8(self) -> bool:
+        return self.device.type != "cuda" or torch.cuda.get_device_capability(self.device) >= (8, 9)
 
     def profile(
         self,
@@ -109,7 +130,7 @@ class Worker:
         plans, blocks = cuda.largest_step(
             config.max_num_seqs, config.max_num_batched_tokens, max_model_len, config.block_size
         )
-        caches = kv_cache.allocate(model_config, blocks, config.block_size, self.dtype, self.shard, self.device)
+        caches = kv_cache.allocate(model_config, blocks, config.block_size, self.cache_dtype, self.shard, self.device)
         runner = ModelRunner(model, caches, config.block_size, model_config.eos_token_ids, group=others)
         return model, measure(lambda: [runner.execute(plan) for plan in plans], self.device)
 
@@ -125,7 +146,7 @@ class Worker:
             del self._weights
         model.reduce = reduce  # on a GPU it has run alone so far
         caches = kv_cache.allocate(
-            self.model_config, num_blocks, self.config.block_size, self.dtype, self.shard, self.device
+            self.model_config, num_blocks, self.config.block_size, self.cache_dtype, self.shard, self.device
         )
         ends = self.model_config.eos_token_ids
         self.kv_port = KVPort(
@@ -135,11 +156,12 @@ class Worker:
         if self.device.type == "cuda" and not self.config.enforce_eager:
             self.runner.graphs = self._graphs()
         logger.info(
-            "loaded %s: %d layers, %s, KV pool of %d tokens, context of %d",
+            "loaded %s: %d layers, %s, KV pool of %d tokens in %s, context of %d",
             self.config.model,
             len(model.shard.layers),
             self.dtype,
             num_blocks * self.config.block_size,
+            self.cache_dtype,
             max_model_len,
         )
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # simd.h's numbers
+INT8 = 2  # of caches
 
 
 def check(condition: bool, operation: str, rule: str, *tensors: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import reference
 from ..reference import AttentionMetadata, DecoderLayer, DecoderStack, Reduce
+from .checks import INT8
 from .checks import check as _check
 from .checks import dtype_code as _dtype
 from .library import NativeLibrary
@@ -22,8 +23,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "pagedray_rms_norm": [_INT32, *[_POINTER] * 3, *[_INT64] * 3, _FLOAT, _INT32],
     "pagedray_add_rms_norm": [_INT32, *[_POINTER] * 5, *[_INT64] * 4, _FLOAT, _INT32],
     "pagedray_silu_and_mul": [_INT32, *[_POINTER] * 2, *[_INT64] * 3, _INT32],
-    "pagedray_rotary_and_cache": [_INT32, *[_POINTER] * 8, *[_INT64] * 9, _INT32],
-    "pagedray_paged_attention": [_INT32, *[_POINTER] * 7, *[_INT64] * 7, _FLOAT, _INT32],
+    "pagedray_rotary_and_cache": [*[_INT32] * 2, *[_POINTER] * 8, *[_INT64] * 9, _INT32],
+    "pagedray_paged_attention": [*[_INT32] * 2, *[_POINTER] * 7, *[_INT64] * 7, _FLOAT, _INT32],
     "pagedray_decoder_layers": [
         *[_INT32, *[_POINTER] * 5, _INT64, *[_POINTER] * 9],
         *[_FLOAT] * 2,
@@ -111,7 +112,7 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
         k_cache: Tensor,
         v_cache: Tensor,
     ) -> None:
-        dtype = _dtype("rotary_and_cache", q, k, v, k_cache, v_cache)
+        dtype = _dtype("rotary_and_cache", q, k, v)
         tokens, num_heads, head_dim = q.shape
         num_kv_heads, block_size = k_cache.shape[1:3]
         _check(
@@ -123,7 +124,7 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
             k,
             v,
         )
-        _check_caches("rotary_and_cache", head_dim, k_cache, v_cache)
+        cache_dtype = _check_caches("rotary_and_cache", q.dtype, head_dim, k_cache, v_cache)
         rotary_dim = cos_sin.shape[1]
         _check(
             cos_sin.dtype == torch.float32
@@ -142,6 +143,7 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
         )
         functions["rotary_and_cache"](
             dtype,
+            cache_dtype,
             q.data_ptr(),
             k.data_ptr(),
             v.data_ptr(),
@@ -165,7 +167,7 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
     def paged_attention(
         q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float
     ) -> Tensor:
-        dtype = _dtype("paged_attention", q, k_cache, v_cache)
+        dtype = _dtype("paged_attention", q)
         tokens, num_heads, head_dim = q.shape
         num_kv_heads, block_size = k_cache.shape[1:3]
         _check(
@@ -174,12 +176,13 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
             f"q [T, a multiple of {num_kv_heads} heads, D], each token's heads contiguous",
             q,
         )
-        _check_caches("paged_attention", head_dim, k_cache, v_cache)
+        cache_dtype = _check_caches("paged_attention", q.dtype, head_dim, k_cache, v_cache)
         starts, lengths, tables = _check_metadata("paged_attention", metadata, block_size)
         sequences = lengths.shape[0]
         out = q.new_empty(tokens, num_heads, head_dim)
         functions["paged_attention"](
             dtype,
+            cache_dtype,
             out.data_ptr(),
             q.data_ptr(),
             k_cache.data_ptr(),
@@ -249,7 +252,7 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
             return reference.decoder(stack, embeddings, positions, kv_caches, metadata, reduce, single_operations)
         caches = [cache for pair in kv_caches for cache in pair]
         final_norm = stack.final_norm
-        dtype = _dtype("decoder", embeddings, stack.layers[0].input_norm, *caches)
+        dtype = _dtype("decoder", embeddings, stack.layers[0].input_norm)
         tokens, hidden = embeddings.shape
         slots, num_layers, intermediate = metadata.slot_mapping, len(stack.layers), stack.layers[0].down.in_features
         _check(
@@ -268,8 +271,8 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
             positions,
             slots,
         )
-        for k_cache, v_cache in kv_caches:
-            _check_caches("decoder", stack.head_dim, k_cache, v_cache)
+        kinds = {_check_caches("decoder", embeddings.dtype, stack.head_dim, *pair) for pair in kv_caches}
+        _check(len(kinds) == 1, "decoder", "caches of one dtype", *caches)
         num_kv_heads, block_size = caches[0].shape[1:3]
         _check(num_kv_heads == stack.num_kv_heads, "decoder", f"caches of {stack.num_kv_heads} heads", caches[0])
         starts, lengths, tables = _check_metadata("decoder", metadata, block_size)
@@ -298,7 +301,7 @@ def operations(library: NativeLibrary) -> dict[str, Callable[..., Any]]:
             starts.data_ptr(),
             lengths.data_ptr(),
             tables.data_ptr(),
-            (_INT64 * 10)(*sizes, block_size, lengths.shape[0], tables.shape[1]),
+            (_INT64 * 11)(*sizes, block_size, lengths.shape[0], tables.shape[1], kinds.pop()),
             stack.eps,
             stack.head_dim**-0.5,
             None if group is None else group.pointer,
@@ -423,14 +426,19 @@ def _check_metadata(operation: str, metadata: AttentionMetadata, block_size: int
     return starts, lengths, tables
 
 
-def _check_caches(operation: str, head_dim: int, k_cache: Tensor, v_cache: Tensor) -> None:
+def _check_caches(operation: str, dtype: torch.dtype, head_dim: int, k_cache: Tensor, v_cache: Tensor) -> int:
+    """The code of their dtype."""
+    row = reference.kv_row_size(head_dim, k_cache.dtype)
     _check(
-        k_cache.shape == v_cache.shape
-        and k_cache.shape[3] == head_dim
+        k_cache.dtype == v_cache.dtype
+        and k_cache.dtype in (dtype, torch.int8)
+        and k_cache.shape == v_cache.shape
+        and k_cache.shape[3] == row
         and k_cache.is_contiguous()
         and v_cache.is_contiguous(),
         operation,
-        f"caches [num_blocks, num_kv_heads, block_size, {head_dim}], contiguous",
+        f"caches [num_blocks, num_kv_heads, block_size, {row}] of {dtype} or int8, contiguous",
         k_cache,
         v_cache,
     )
+    return INT8 if k_cache.dtype == torch.int8 else _dtype(operation, k_cache)

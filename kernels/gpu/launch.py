@@ -43,6 +43,7 @@ def operations(batch_invariant: bool | None = None) -> dict[str, Callable[..., A
         "silu_and_mul": elementwise.silu_and_mul,
         "rotary_and_cache": elementwise.rotary_and_cache,
         "paged_attention": paged_attention,
+        "kv_cache_formats": lambda: ("fp8",),
         "gather_kv_blocks": kv_blocks.gather,
         "scatter_kv_blocks": kv_blocks.scatter,
         "greedy": sampling.greedy,

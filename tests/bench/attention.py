@@ -1,14 +1,17 @@
-"""Paged attention, a layer at a time: PagedRay's kernel of this CPU against another build of it, turn by turn.
+"""Paged attention, a layer at a time: PagedRay's kernel of this CPU against another build of it, or against itself over
+caches in int8, turn by turn.
 
-    python tests/bench/attention.py [--against OLD.so] [--tier amx] [--dtype bfloat16] [--threads 2] [--rounds 7]
+    python tests/bench/attention.py [--against OLD.so | --int8] [--tier amx] [--dtype float32] [--rounds 7]
 
 Shapes are those of SmolLM2-135M (9 query heads, 3 KV heads, head_dim 64), with as many layers' caches in turn as the
 model has, so that keys come from where they come from in a step. `--against` takes a library from the cache folder that
-`pagedray.kernels.cpu.library` names, built from other sources. Builds alternate (A B A B), because what the machine
-gives changes by the minute; medians and the median of the ratios are printed.
+`pagedray.kernels.cpu.library` names, built from other sources with the same signatures. Sides alternate (A B A B),
+because what the machine gives changes by the minute; medians and the median of the ratios are printed, with `--int8`
+those of int8 first.
 """
 
 import argparse
+import copy
 import ctypes
 import statistics
 import time
@@ -17,6 +20,7 @@ from types import SimpleNamespace
 
 import torch
 
+from pagedray.kernels import reference
 from pagedray.kernels.cpu import launch, library
 from pagedray.kernels.ops import AttentionMetadata
 from pagedray.workers.kv_cache import allocate
@@ -67,6 +71,12 @@ class Step:
             max_seq_len=context,
         )
 
+    def in_int8(self):
+        """The same over caches in int8."""
+        other = copy.copy(self)
+        other.caches = [tuple(reference.quantize_kv(cache) for cache in pair) for pair in self.caches]
+        return other
+
     def microseconds(self, attention, repeats):
         """Of one layer."""
         start = time.perf_counter()
@@ -82,7 +92,9 @@ def attention_of(path, tier):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--against", type=Path)
+    rival = parser.add_mutually_exclusive_group()
+    rival.add_argument("--against", type=Path)
+    rival.add_argument("--int8", action="store_true", help="against caches in int8")
     parser.add_argument("--tier", default=library.available_tiers()[0], choices=library.available_tiers())
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -91,19 +103,22 @@ def main():
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
-    builds = [attention_of(library.build(args.tier), args.tier)]
-    if args.against:
-        builds.append(attention_of(args.against, args.tier))
+    ours = attention_of(library.build(args.tier), args.tier)
     for name, case in CASES.items():
         if args.case and not any(part in name for part in args.case):
             continue
         step = Step(*case, getattr(torch, args.dtype))
-        for attention in builds:  # warm up
-            step.microseconds(attention, 1)
-        repeats = max(1, int(50e3 / len(step.caches) / step.microseconds(builds[0], 1)))
-        turns = [[step.microseconds(attention, repeats) for attention in builds] for _ in range(args.rounds)]
-        line = f"{name:36}" + "".join(f"{statistics.median(c):10.1f} us" for c in zip(*turns, strict=True))
+        sides = [(step, ours)]
         if args.against:
+            sides.append((step, attention_of(args.against, args.tier)))
+        if args.int8:
+            sides.insert(0, (step.in_int8(), ours))
+        for side, attention in sides:  # warm up
+            side.microseconds(attention, 1)
+        repeats = max(1, int(50e3 / len(step.caches) / step.microseconds(ours, 1)))
+        turns = [[side.microseconds(attention, repeats) for side, attention in sides] for _ in range(args.rounds)]
+        line = f"{name:36}" + "".join(f"{statistics.median(c):10.1f} us" for c in zip(*turns, strict=True))
+        if len(sides) > 1:
             line += f"   {statistics.median(t[1] / t[0] for t in turns):.2f} times as fast"
         print(line, flush=True)
 

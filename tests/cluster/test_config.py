@@ -237,6 +237,10 @@ def test_what_is_left_out_or_empty_has_its_default():
         ({"decode_config": {}, "prefill_config": []}, "prefill_config must be a mapping like an entry of llm_configs"),
         ({**roles(), "proxy_deployment_config": {"num_replicas": 2}}, "proxy_deployment_config is not supported: the"),
         (roles(decode={"engine_kwargs": {"block_size": 32}}), "block_size is 32, and 16 in prefill_config"),
+        (
+            roles(decode={"engine_kwargs": {"kv_cache_dtype": "int8"}}),
+            "kv_cache_dtype is 'int8', and 'auto' in prefill",
+        ),
         (roles(decode={"engine_kwargs": {"tool_call_parser": "hermes"}}), "say different parsers for one model"),
         (
             roles(prefill={"engine_kwargs": {"enable_prefix_caching": False}}),

@@ -63,6 +63,11 @@ class Case:
             max_seq_len=max((s for _, s in batch), default=0),
         )
 
+    def in_int8(self):
+        """The same with caches in int8."""
+        self.k_cache, self.v_cache = reference.quantize_kv(self.k_cache), reference.quantize_kv(self.v_cache)
+        return self
+
     def share(self, a, b, tokens):
         """Sequence b reads its first whole blocks of `tokens` from where sequence a has them."""
         blocks = min(tokens, self.batch[a][1], self.batch[b][1]) // self.k_cache.shape[2]
@@ -111,6 +116,32 @@ def test_oracle_is_torchs_attention(batch):
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 def test_batches(native, dtype, threads, batch):
     case = Case(batch, dtype=dtype)
+    assert_close(case.run(native), case.run(reference), **DTYPES[dtype])
+
+
+@one_or_two_threads
+@pytest.mark.parametrize("batch", [*BATCHES.values(), [(1, 3000), (2, 1030)]], ids=[*BATCHES, "long context"])
+def test_int8_caches(native, dtype, threads, batch):
+    case = Case(batch, dtype=dtype).in_int8()
+    ours = case.run(native)
+    assert_close(ours, case.run(reference), **DTYPES[dtype])
+    assert_close(ours, Case(batch, dtype=dtype).run(reference), rtol=0.02, atol=0.02)
+    for b, (query_len, _) in enumerate(batch):
+        if query_len:
+            alone, rows = case.alone(b)
+            assert torch.equal(alone.run(native), ours[rows])
+
+
+def test_int8_caches_that_sequences_share(native, dtype):
+    case = Case([(1, 900), (1, 850), (1, 800)], dtype=dtype).in_int8()
+    case.share(0, 1, 768)
+    case.share(0, 2, 768)
+    assert_close(case.run(native), case.run(reference), **DTYPES[dtype])
+
+
+@pytest.mark.parametrize("head_dim", [4, 20, 64, 96])
+def test_heads_in_int8(native, dtype, head_dim):
+    case = Case([(1, 70), (19, 90)], 6, 3, head_dim, dtype=dtype).in_int8()
     assert_close(case.run(native), case.run(reference), **DTYPES[dtype])
 
 
@@ -243,5 +274,13 @@ def test_bad_arguments_are_refused(native):
             native.paged_attention(case.q, case.k_cache, case.v_cache, wrong, case.scale)
     with pytest.raises(ValueError, match="multiple of 2 heads"):
         native.paged_attention(case.q[:, :5], case.k_cache, case.v_cache, case.metadata, case.scale)
+    int8 = reference.quantize_kv(case.k_cache)
+    for k_cache, v_cache in ((case.k_cache.bfloat16(),) * 2, (int8[..., :-4].contiguous(),) * 2, (int8, case.v_cache)):
+        with pytest.raises(ValueError, match=r"paged_attention: caches .* of torch.float32 or int8"):
+            native.paged_attention(case.q, k_cache, v_cache, case.metadata, case.scale)
+        with pytest.raises(ValueError, match=r"rotary_and_cache: caches .* of torch.float32 or int8"):
+            slots = case.metadata.slot_mapping
+            k = case.fused.view(len(case.q), -1, 64)[:, 6:8]
+            native.rotary_and_cache(case.q, k, k, slots, torch.zeros(1, 64), slots, k_cache, v_cache)
     with pytest.raises(ValueError, match="contiguous"):
         native.paged_attention(case.q, case.k_cache.transpose(1, 2), case.v_cache, case.metadata, case.scale)

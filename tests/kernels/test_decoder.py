@@ -44,7 +44,7 @@ def layer(operations, dtype, seed, bias):
     )
 
 
-def run(operations, dtype, decoder, bias=False, query_lens=(1, 7, 1), seq_lens=(9, 7, 1)):
+def run(operations, dtype, decoder, bias=False, query_lens=(1, 7, 1), seq_lens=(9, 7, 1), in_int8=False):
     positions, metadata, num_blocks = step(query_lens, seq_lens)
     angles = torch.randn(16, HEAD_DIM // 2, generator=torch.Generator().manual_seed(9))
     stack = operations.pack_decoder(
@@ -60,6 +60,8 @@ def run(operations, dtype, decoder, bias=False, query_lens=(1, 7, 1), seq_lens=(
         tuple(randn(num_blocks, KV_HEADS, BLOCK, HEAD_DIM, dtype=dtype, seed=50 + 2 * i + j) for j in range(2))
         for i in range(3)
     ]
+    if in_int8:
+        caches = [tuple(reference.quantize_kv(cache) for cache in pair) for pair in caches]
     embeddings = randn(sum(query_lens), HIDDEN, dtype=dtype, seed=8)
     return decoder(stack, embeddings, positions, caches, metadata), caches
 
@@ -83,10 +85,11 @@ def by_single_operations(native, stack, embeddings, positions, kv_caches, metada
 
 @pytest.mark.parametrize("threads", [1, 2], indirect=True)
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("in_int8", [False, True], ids=["plain KV", "KV in int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_equals_its_parts_bit_for_bit(native, dtype, bias, threads):
-    whole, whole_caches = run(native, dtype, native.decoder, bias)
-    parts, part_caches = run(native, dtype, lambda *args: by_single_operations(native, *args), bias)
+def test_equals_its_parts_bit_for_bit(native, dtype, in_int8, bias, threads):
+    whole, whole_caches = run(native, dtype, native.decoder, bias, in_int8=in_int8)
+    parts, part_caches = run(native, dtype, lambda *args: by_single_operations(native, *args), bias, in_int8=in_int8)
     assert torch.equal(whole, parts)
     for a, b in zip(whole_caches, part_caches, strict=True):
         assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
@@ -104,5 +107,8 @@ def test_equals_the_oracle(native, bias):
 def test_what_does_not_fit_is_refused(native):
     with pytest.raises(ValueError, match="max_seq_len 20 within cos_sin"):
         run(native, torch.float32, native.decoder, query_lens=(1,), seq_lens=(20,))
+    with pytest.raises(ValueError, match="caches of one dtype"):
+        _, half = run(native, torch.float32, native.decoder, in_int8=True)
+        run(native, torch.float32, lambda s, e, p, caches, m: native.decoder(s, e, p, [half[0], *caches[1:]], m))
     with pytest.raises(ValueError, match="a pair of caches for each of 3 layers"):
         run(native, torch.float32, lambda s, e, p, caches, m: native.decoder(s, e, p, caches[:2], m))

@@ -82,6 +82,50 @@ def test_rotary_and_cache(native, dtype, head_dim, rotary_dim, num_heads, num_kv
     )
 
 
+@pytest.mark.parametrize("head_dim, rotary_dim", [(16, 16), (64, 64), (80, 32), (6, 2)])
+def test_rotary_into_an_int8_cache(native, dtype, head_dim, rotary_dim):
+    tokens, num_kv_heads = 7, 3
+    angles = torch.randn(tokens, rotary_dim // 2, generator=torch.Generator().manual_seed(1))
+    cos_sin, slots = torch.cat([angles.cos(), angles.sin()], dim=-1), torch.tensor([3, 0, -1, 9, 4, 5, 11])
+    k, v = (
+        randn(tokens, num_kv_heads, head_dim, dtype=dtype),
+        randn(tokens, num_kv_heads, head_dim, dtype=dtype, seed=1),
+    )
+    k[1] *= 1000
+    k[3] = v[3] = 0
+    v[5, 1] = torch.finfo(dtype).tiny  # 127 / that is infinite
+    v[0, 0, 1], v[1, 2, 3], v[6, 1, 0] = torch.nan, torch.inf, -torch.inf
+    caches = []
+    for backend in (native, reference):
+        k_cache = torch.full((3, num_kv_heads, 4, head_dim + 4), 7, dtype=torch.int8)
+        v_cache = k_cache.clone()
+        q = randn(tokens, 6, head_dim, dtype=dtype)
+        backend.rotary_and_cache(q, k, v, torch.arange(tokens), cos_sin, slots, k_cache, v_cache)
+        caches.append((k_cache, v_cache))
+    (k_cache, v_cache), (expected_k, expected_v) = caches
+    assert torch.equal(v_cache, expected_v)
+    untouched = torch.ones(3, 4, dtype=torch.bool)
+    untouched.view(-1)[slots[slots >= 0]] = False
+    for cache, expected in ((k_cache, expected_k), (v_cache, expected_v)):
+        assert (cache.transpose(1, 2)[untouched] == 7).all()
+        written, right = (
+            reference.dequantize_kv(c.transpose(1, 2)[~untouched], torch.float32) for c in (cache, expected)
+        )
+        step = right.abs().amax(-1, keepdim=True) / 127
+        assert torch.equal(written.isnan(), right.isnan())
+        assert ((written - right).abs() <= 1.01 * step)[
+            ~right.isnan()
+        ].all()  # a rotation rounded otherwise may be the next code
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_in_int8_is_off_by_half_a_step(dtype):
+    rows = randn(50, 64, dtype=dtype)
+    step = rows.float().abs().amax(-1, keepdim=True) / 127
+    back = reference.dequantize_kv(reference.quantize_kv(rows), torch.float32)
+    assert ((back - rows.float()).abs() <= 0.501 * step).all()
+
+
 def test_rotary_is_llamas(native):
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 

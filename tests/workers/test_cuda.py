@@ -4,11 +4,13 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from pagedray.kernels import ops
 from pagedray.kernels.reference import AttentionMetadata
 from pagedray.scheduler.errors import ConfigError
 from pagedray.workers import cuda
 from pagedray.workers.config import EngineConfig
 from pagedray.workers.engine import Engine
+from pagedray.workers.worker import Worker
 
 GIB = 2**30
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -28,6 +30,23 @@ def test_a_gpu_that_is_not_there():
 def test_bad_settings(settings, message):
     with pytest.raises(ConfigError, match=message):
         EngineConfig.from_kwargs(model="x", **settings)
+
+
+@pytest.mark.parametrize("setting", ["quantization", "kv_cache_dtype"])
+def test_fp8_takes_a_gpu_that_has_it(monkeypatch, setting):
+    monkeypatch.setattr(ops, "linear_formats", lambda device_type: ("int8", "fp8"))
+    monkeypatch.setattr(ops, "kv_cache_formats", lambda device_type: ("fp8",))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A10")
+    worker = object.__new__(Worker)
+    worker.config, worker.device = EngineConfig("m", **{setting: "fp8"}), torch.device("cuda")
+    check = worker._format if setting == "quantization" else worker._check_cache_format
+    for capability, right in (((8, 6), False), ((8, 9), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        if right:
+            check()
+        else:
+            with pytest.raises(ConfigError, match=f"{setting} is fp8, which NVIDIA A10"):
+                check()
 
 
 def test_blocks_are_larger_on_gpus():

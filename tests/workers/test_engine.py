@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from pagedray.scheduler.errors import ContextLengthExceeded, InvalidRequest
+from pagedray.kernels import reference
+from pagedray.scheduler.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from pagedray.scheduler.request import Request, SamplingParams, TokenLogprobs
 from pagedray.workers.config import EngineConfig
 from pagedray.workers.engine import Engine
@@ -398,6 +399,40 @@ def test_bfloat16_is_close_to_float32(save, kind):
             assert got.top[0][1] == got.logprob  # bf16 logits are often equal, so not always the same token
             errors += [abs(got.logprob - row[token_id].item()), row.max().item() - row[token_id].item()]
     assert max(errors) < 0.15 and sum(errors) / len(errors) < 0.02
+
+
+def test_kv_in_int8(save, round_kv):
+    """Its log-probabilities are of transformers with keys and values rounded so; company and cache change none."""
+    model, folder = save(initializer_range=0.1)
+    answers = run(engine_for(folder, kv_cache_dtype="int8", max_num_batched_tokens=512), greedy(PROMPTS))
+
+    def differences():
+        for prompt, answer in zip(PROMPTS, answers, strict=True):
+            with torch.inference_mode():
+                logits = model(torch.tensor([[*prompt, *answer.token_ids]])).logits[0, len(prompt) - 1 : -1]
+            rows = logits.log_softmax(-1)
+            for token_id, got, row in zip(answer.token_ids, answer.logprobs, rows, strict=True):
+                yield abs(got.logprob - row[token_id].item())
+
+    plain = list(differences())
+    round_kv(model, lambda rows: reference.dequantize_kv(reference.quantize_kv(rows), torch.float32))
+    rounded = list(differences())
+    print(f"to rounded {max(rounded):.6f}, to plain {max(plain):.6f}")
+    assert max(rounded) < 0.1 * max(plain) < 0.01
+    engine = engine_for(folder, kv_cache_dtype="int8", max_num_batched_tokens=8)
+    for again in (run(engine, greedy(PROMPTS)), run(engine, greedy(PROMPTS))):
+        assert [(a.token_ids, a.logprobs) for a in again] == [(a.token_ids, a.logprobs) for a in answers]
+    assert again[-1].num_cached_tokens > 0
+
+
+def test_kv_in_what_no_kernel_reads_is_refused(save):
+    _, folder = save()
+    with pytest.raises(
+        ConfigError, match="kv_cache_dtype is fp8, which the kernels for cpu do not read: say auto or int8"
+    ):
+        engine_for(folder, kv_cache_dtype="fp8_e4m3")
+    with pytest.raises(ConfigError, match="kv_cache_dtype must be one of auto, int8, fp8, not 'int4'"):
+        engine_for(folder, kv_cache_dtype="int4")
 
 
 def test_warm_up_leaves_nothing_behind(save):

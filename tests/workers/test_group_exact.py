@@ -37,6 +37,7 @@ CASES = {
     "TP=2, vocabulary of 32,001": ({"tensor_parallel_size": 2}, {"vocab_size": 32001}, None),
     "TP=2, one KV head": ({"tensor_parallel_size": 2}, ONE_KV_HEAD, None),
     "PP=2, 5 layers": ({"pipeline_parallel_size": 2}, {}, None),
+    "PP=2, KV in int8": ({"pipeline_parallel_size": 2, "kv_cache_dtype": "int8"}, {}, None),
     "PP=3, tied": ({"pipeline_parallel_size": 3}, {"tie_word_embeddings": True}, None),
     "TP=2, PP=2": ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, {}, None),
     "TP=2, PP=2 over gloo": ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, ONE_KV_HEAD, "gloo"),
@@ -55,7 +56,7 @@ def test_equals_one_rank(case, tiny_llama, tmp_path):
     model = tiny_llama(**{**SHAPE, **shape})
     model.save_pretrained(tmp_path)
     prompts = prompts_for(model.config.vocab_size)
-    alone = config_for(tmp_path, max_num_batched_tokens=256)
+    alone = config_for(tmp_path, max_num_batched_tokens=256, kv_cache_dtype=settings.get("kv_cache_dtype", "auto"))
     expected = run(Engine(alone), greedy(prompts))
     expected_draws = run(Engine(alone), sampled(prompts))
     growing = [Request(f"growing-{i}", p[:9], GREEDY.clone(max_tokens=40)) for i, p in enumerate(prompts)]

@@ -44,6 +44,7 @@ def available(monkeypatch):
 def test_bytes_per_token():
     assert kv_cache.bytes_per_token(MODEL, torch.float32) * 16 == BLOCK
     assert kv_cache.bytes_per_token(MODEL, torch.bfloat16) * 32 == BLOCK
+    assert kv_cache.bytes_per_token(MODEL, torch.int8) == 3 * 2 * 2 * (8 + 4)  # codes, and their scale in fp32
 
 
 def test_without_settings_it_takes_a_quarter_of_what_is_free(available):
@@ -177,6 +178,7 @@ def test_aliases_of_settings():
     assert EngineConfig.from_kwargs(model="m", kv_cache_memory_bytes=4096).kv_cache_memory == 4096
     assert EngineConfig.from_kwargs(model="m", num_gpu_blocks_override=12).num_kv_blocks == 12
     assert EngineConfig.from_kwargs(model="m", quantization="gguf") == EngineConfig("m")
+    assert EngineConfig.from_kwargs(model="m", kv_cache_dtype="fp8_e4m3") == EngineConfig("m", kv_cache_dtype="fp8")
     assert EngineConfig.from_kwargs(model="m") == EngineConfig("m")
 
 
@@ -227,6 +229,8 @@ def test_sizes_that_are_none_are_refused(size):
         ({"dtype": torch.float32}, "there.dtype must be one of auto, bfloat16, float32"),
         ({"quantization": "awq"}, "there.quantization must be one of auto, none, int8, fp8, not 'awq'"),
         ({"quantization": ["int8"]}, "there.quantization must be one of auto, none, int8"),
+        ({"kv_cache_dtype": "int4"}, "there.kv_cache_dtype must be one of auto, int8, fp8, not 'int4'"),
+        ({"kv_cache_dtype": ["fp8"]}, "there.kv_cache_dtype must be one of auto, int8, fp8"),
         ({"enable_prefix_caching": "no"}, "there.enable_prefix_caching must be true or false, not 'no'"),
         ({"seed": 1.5}, "there.seed must be an integer, not 1.5"),
         ({"priority_weight": -1}, "there.priority_weight must be seconds, 0 or more, not -1"),

@@ -115,18 +115,22 @@ def folder(tiny_llama, tmp_path_factory):
     return folder
 
 
-def engine_of(folder, num_blocks, **settings):
+def engine_of(folder, num_blocks, kv_cache_dtype="auto", **settings):
     settings = {"publish_min_tokens": 8} | settings
     transfer = {"kv_connector_extra_config": settings}
-    config = config_for(folder, num_kv_blocks=num_blocks, max_num_batched_tokens=64, kv_transfer_config=transfer)
+    settings = {"kv_cache_dtype": kv_cache_dtype, "max_num_batched_tokens": 64, "kv_transfer_config": transfer}
+    config = config_for(folder, num_kv_blocks=num_blocks, **settings)
     return Engine(config, shares_kv=True)
 
 
-@pytest.mark.parametrize("num_blocks, budget_blocks", [(40, 30), (40, 10_000), (96, 3), (96, 10_000)])
-def test_output_with_reuse_equals_output_without(folder, num_blocks, budget_blocks):
+@pytest.mark.parametrize(
+    "num_blocks, budget_blocks, kept_in",
+    [(40, 30, "auto"), (40, 10_000, "auto"), (96, 3, "auto"), (96, 10_000, "auto"), (40, 10_000, "int8")],
+)
+def test_output_with_reuse_equals_output_without(folder, num_blocks, budget_blocks, kept_in):
     rng = random.Random(num_blocks + budget_blocks)
-    engines = [engine_of(folder, num_blocks) for _ in range(2)]
-    alone = engine_of(folder, 256)
+    engines = [engine_of(folder, num_blocks, kept_in) for _ in range(2)]
+    alone = engine_of(folder, 256, kept_in)
     pair = Pair(engines, rng, budget_blocks * alone.block_bytes)
     stems = [tuple(rng.randrange(3, 96) for _ in range(60)) for _ in range(8)]
     for round_number in range(40):

@@ -49,8 +49,9 @@ def ports(split, dtype, num_blocks=9, model=MODEL):
 
 
 def whole(rank_ports, block_ids):
-    """[layers, 2, blocks, heads, block_size, head_dim] of a group's blocks, put together from its ranks."""
-    found = torch.zeros(5, 2, len(block_ids), 3, BLOCK_SIZE, 8, dtype=rank_ports[0].caches[0][0].dtype)
+    """[layers, 2, blocks, heads, block_size, row] of a group's blocks, put together from its ranks."""
+    first = rank_ports[0].caches[0][0]
+    found = torch.zeros(5, 2, len(block_ids), 3, BLOCK_SIZE, first.shape[-1], dtype=first.dtype)
     for port in rank_ports:
         for layer, pair in zip(range(port.shard.layers.start, port.shard.layers.stop), port.caches, strict=True):
             for i, cache in enumerate(pair):
@@ -61,8 +62,8 @@ def whole(rank_ports, block_ids):
 def fill(rank_ports, seed):
     """Random KV, the same on ranks that share a head."""
     generator = torch.Generator().manual_seed(seed)
-    num_blocks = rank_ports[0].caches[0][0].shape[0]
-    kv = torch.randn(5, 2, num_blocks, 3, BLOCK_SIZE, 8, generator=generator)
+    num_blocks, _, _, row_size = rank_ports[0].caches[0][0].shape
+    kv = (40 * torch.randn(5, 2, num_blocks, 3, BLOCK_SIZE, row_size, generator=generator)).clamp(-127, 127)
     for port in rank_ports:
         for layer, pair in zip(range(port.shard.layers.start, port.shard.layers.stop), port.caches, strict=True):
             for i, cache in enumerate(pair):
@@ -80,7 +81,7 @@ def read_only(packed):
 @given(
     source=st.sampled_from(SPLITS),
     target=st.sampled_from(SPLITS),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int8]),
     blocks=st.permutations(range(9)).flatmap(lambda p: st.integers(1, 9).map(lambda n: p[:n])),
     places=st.permutations(range(9)),
     data=st.data(),
@@ -185,6 +186,7 @@ def test_blocks_of_another_model_dtype_or_file_have_another_fingerprint():
         fingerprint(config, replace(MODEL, rms_norm_eps=1e-6), torch.float32),
         fingerprint(replace(config, model="n"), MODEL, torch.float32),
         fingerprint(replace(config, quantization="int8"), MODEL, torch.float32),
+        fingerprint(replace(config, kv_cache_dtype="int8"), MODEL, torch.float32),
     ]
     assert all(a != b for a, b in itertools.combinations(seen, 2))
     split = replace(config, tensor_parallel_size=2, max_model_len=32, cpu_threads=1)

@@ -1,4 +1,4 @@
-"""What quantized weights cost in quality: perplexity and KL divergence on a text that every Python brings along."""
+"""What quantized weights and KV cost: perplexity and KL divergence on a text that every Python brings along."""
 
 import math
 import pydoc_data.topics
@@ -41,12 +41,12 @@ def log_probs(demo_model):
         WINDOW,
     )
 
-    def compute(dtype, quantization, ids):
+    def compute(dtype, quantization, ids, kv_dtype=None):
         if (dtype, quantization) not in models:
             weights = load_weights(checkpoint, dtype, quantization=quantization)
             models[dtype, quantization] = Decoder(checkpoint.config, weights, WINDOW)
         model = models[dtype, quantization]
-        caches = allocate(checkpoint.config, 1, WINDOW, dtype)
+        caches = allocate(checkpoint.config, 1, WINDOW, kv_dtype or dtype)
         with torch.inference_mode():
             return model.logits(model.forward(model.embed(ids), torch.arange(WINDOW), caches, metadata)).log_softmax(-1)
 
@@ -58,9 +58,9 @@ def compare(log_probs, windows, to, *others):
     losses, divergences = ([0.0] * (1 + len(others)) for _ in range(2))
     for ids in windows:
         following = ids[1:].unsqueeze(1)
-        p = log_probs(*to, ids)
+        p = log_probs(*to[:2], ids, *to[2:])
         for i, model in enumerate((to, *others)):
-            q = log_probs(*model, ids) if i else p
+            q = log_probs(*model[:2], ids, *model[2:]) if i else p
             losses[i] -= float(q[:-1].gather(1, following).double().mean()) / WINDOWS
             divergences[i] += float((p.exp() * (p - q)).sum(-1).double().mean()) / WINDOWS
     changes = [math.exp(loss - losses[0]) - 1 for loss in losses]
@@ -73,6 +73,12 @@ def test_int8_is_within_half_a_percent_of_fp32(log_probs, windows):
     others = [(dtype, "int8") for dtype in (torch.float32, torch.bfloat16)]
     for change, divergence in compare(log_probs, windows, (torch.float32, "none"), *others):
         assert abs(change) < 0.005 and divergence < 0.005
+
+
+def test_kv_in_int8_is_within_half_a_percent(log_probs, windows):
+    for dtype in (torch.float32, torch.bfloat16):
+        ((change, divergence),) = compare(log_probs, windows, (dtype, "none"), (dtype, "none", torch.int8))
+        assert abs(change) < 0.005 and 0 < divergence < 0.005
 
 
 def test_a_gguf_file_in_its_own_blocks_is_the_dequantized_model(log_probs, windows):

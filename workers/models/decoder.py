@@ -71,7 +71,7 @@ class Decoder:
         self,
         hidden: Tensor,  # [num_tokens, hidden]: embeddings, or what the stage before returned; may be overwritten
         positions: Tensor,  # [num_tokens] int64
-        kv_caches: Sequence[tuple[Tensor, Tensor]],  # per layer; [num_blocks, num_kv_heads, block_size, head_dim]
+        kv_caches: Sequence[tuple[Tensor, Tensor]],  # per layer; [num_blocks, num_kv_heads, block_size, row]
         metadata: ops.AttentionMetadata,
     ) -> Tensor:
         """Run this rank's layers over a mixed batch; write its keys and values. Returns [num_tokens, hidden]."""

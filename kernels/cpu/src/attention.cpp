@@ -1,4 +1,4 @@
-// out = softmax(scale q k^T + causal mask) v over a paged cache [num_blocks, num_kv_heads, block_size, head_dim].
+// out = softmax(scale q k^T + causal mask) v over paged caches [num_blocks, num_kv_heads, block_size, row].
 //
 // A tile of rows goes through its keys segment by segment: both products of a segment are matrix products of packed
 // keys and values, with a softmax between them; its result is one part of the rows' softmax, and parts are merged in
@@ -12,6 +12,7 @@
 
 #include <algorithm>
 
+#include "kv_row.h"
 #include "matrix.h"
 #include "memory.h"
 #include "pool.h"
@@ -25,7 +26,8 @@ using matrix::Element, matrix::Multiplier, softmax::Parts;
 template <class T>
 struct Layer {
     T* out;
-    const T *q, *k_cache, *v_cache;
+    const T* q;
+    const Caches& caches;
     int64_t q_stride;
     float scale;  // to scores in units of ln 2
     const Geometry& g;
@@ -42,33 +44,37 @@ struct Scratch {
     static constexpr int ROWS = Multiplier<T>::ROWS;
     Element<T>*q, *keys, *values, *p;
     float *scores, *part, *result;
+    T* rows[2];  // of an int8 cache, as T
     Multiplier<T> multiply;
 
-    Scratch(const Layer<T>& layer, int64_t rows) {
+    Scratch(const Layer<T>& layer, int64_t num_rows) {
         const int64_t depth = layer.depth(), columns = layer.columns();
-        const int64_t sizes[] = {rows * depth,   depth * SEGMENT, columns * SEGMENT,           ROWS * SEGMENT,
-                                 ROWS * SEGMENT, Parts::size(ROWS, columns), Parts::size(rows, columns)};
+        const int64_t plain = layer.caches.dtype == INT8 ? SEGMENT * layer.g.head_dim : 0;
+        const int64_t sizes[] = {
+            num_rows * depth, depth * SEGMENT,             columns * SEGMENT,               ROWS * SEGMENT,
+            ROWS * SEGMENT,   Parts::size(ROWS, columns), Parts::size(num_rows, columns), plain, plain};
         int64_t total = 0;
         for (int64_t size : sizes) total += padded(size);
         float* next = thread_memory<Scratch>(total);
-        float* pieces[7];
-        for (int i = 0; i < 7; next += padded(sizes[i++])) pieces[i] = next;
+        float* pieces[9];
+        for (int i = 0; i < 9; next += padded(sizes[i++])) pieces[i] = next;
         q = reinterpret_cast<Element<T>*>(pieces[0]);
         keys = reinterpret_cast<Element<T>*>(pieces[1]);
         values = reinterpret_cast<Element<T>*>(pieces[2]);
         p = reinterpret_cast<Element<T>*>(pieces[3]);
         scores = pieces[4], part = pieces[5], result = pieces[6];
+        rows[0] = reinterpret_cast<T*>(pieces[7]), rows[1] = reinterpret_cast<T*>(pieces[8]);
     }
     static int64_t padded(int64_t size) { return (size + 15) / 16 * 16; }
 };
 
-// Where n keys from position `begin` on stand in a cache.
-static void locate(int64_t* at, const Geometry& g, const Tile& tile, int64_t begin, int n) {
+// Where n keys from position `begin` on stand in a cache with `row_size` elements to each.
+static void locate(int64_t* at, const Geometry& g, const Tile& tile, int64_t begin, int n, int64_t row_size) {
     for (int t = 0; t < n;) {
         const int64_t block = tile.block_table[(begin + t) / g.block_size], offset = (begin + t) % g.block_size;
-        const int64_t first = ((block * g.num_kv_heads + tile.kv_head) * g.block_size + offset) * g.head_dim;
+        const int64_t first = ((block * g.num_kv_heads + tile.kv_head) * g.block_size + offset) * row_size;
         const int run = static_cast<int>(std::min<int64_t>(n - t, g.block_size - offset));
-        for (int i = 0; i < run; i++) at[t + i] = first + i * g.head_dim;
+        for (int i = 0; i < run; i++) at[t + i] = first + i * row_size;
         t += run;
     }
 }
@@ -76,12 +82,12 @@ static void locate(int64_t* at, const Geometry& g, const Tile& tile, int64_t beg
 // Everything that a segment reads, block by block in turn: then misses of many pages are under way at a time, where the
 // order of reading would have them one after the other.
 template <class T>
-static void prefetch(const T* k_cache, const T* v_cache, const int64_t* at, int n, int64_t head_dim) {
+static void prefetch(const T* k_cache, const T* v_cache, const int64_t* at, int n, int64_t row_size) {
     constexpr int BLOCK = 16;
     for (int i = 0; i < BLOCK; i++)
         for (int t = i; t < n; t += BLOCK)
             for (const T* cache : {k_cache, v_cache})
-                for (int64_t d = 0; d < head_dim; d += 64 / sizeof(T)) __builtin_prefetch(cache + at[t] + d, 0, 2);
+                for (int64_t d = 0; d < row_size; d += 64 / sizeof(T)) __builtin_prefetch(cache + at[t] + d, 0, 2);
 }
 
 template <class T>
@@ -97,21 +103,40 @@ static void load_queries(Element<T>* to, const Layer<T>& layer, const Tile& tile
     }
 }
 
+// Packs n keys and values from position `begin` on for the two products, `padded` keys of them.
+template <class T>
+static void load_segment(const Layer<T>& layer, const Tile& tile, int64_t begin, int n, int padded,
+                         Scratch<T>& scratch) {
+    const int64_t D = layer.g.head_dim;
+    int64_t at[SEGMENT];
+    const void *keys = layer.caches.keys, *values = layer.caches.values;
+    if (layer.caches.dtype == INT8) {
+        const int8_t *const from[] = {static_cast<const int8_t*>(keys), static_cast<const int8_t*>(values)};
+        locate(at, layer.g, tile, begin, n, kv_row::size(D));
+        prefetch(from[0], from[1], at, n, kv_row::size(D));
+        for (int i = 0; i < 2; i++)
+            for (int t = 0; t < n; t++) kv_row::read(scratch.rows[i] + t * D, from[i] + at[t], D);
+        for (int t = 0; t < n; t++) at[t] = t * D;
+        keys = scratch.rows[0], values = scratch.rows[1];
+    } else {
+        locate(at, layer.g, tile, begin, n, D);
+        prefetch(static_cast<const T*>(keys), static_cast<const T*>(values), at, n, D);
+    }
+    for (int t = n; t < padded; t++) at[t] = at[n - 1];  // some key, that no row sees
+    matrix::pack_columns<T>(scratch.keys, static_cast<const T*>(keys), at, padded, D, layer.depth());
+    matrix::pack_rows<T>(scratch.values, static_cast<const T*>(values), at, n, D, padded / layer.WORD);
+}
+
 // Merges one segment into the tile's result.
 template <class T>
 static void attend_segment(const Parts& result, const Layer<T>& layer, const Tile& tile, const Query* queries,
                            int64_t segment, Scratch<T>& scratch) {
     constexpr int ROWS = Scratch<T>::ROWS, WORD = Layer<T>::WORD, STEP = Layer<T>::STEP;
-    const int64_t D = layer.g.head_dim, group = layer.g.group(), depth = layer.depth(), columns = layer.columns();
+    const int64_t group = layer.g.group(), depth = layer.depth(), columns = layer.columns();
     const int64_t begin = segment * SEGMENT, rows = tile.num_queries * group;
     const int n = static_cast<int>(std::min<int64_t>(SEGMENT, tile.end_position - begin));
     const int padded = (n + STEP - 1) / STEP * STEP;
-    int64_t at[SEGMENT];
-    locate(at, layer.g, tile, begin, n);
-    for (int t = n; t < padded; t++) at[t] = at[n - 1];  // some key, that no row sees
-    prefetch(layer.k_cache, layer.v_cache, at, n, D);
-    matrix::pack_columns<T>(scratch.keys, layer.k_cache, at, padded, D, depth);
-    matrix::pack_rows<T>(scratch.values, layer.v_cache, at, n, D, padded / WORD);
+    load_segment(layer, tile, begin, n, padded, scratch);
 
     const auto visible = [&](int64_t row) {
         return static_cast<int>(std::clamp<int64_t>(queries[row / group].position + 1 - begin, 0, n));
@@ -189,12 +214,12 @@ static void attend(const Layer<T>& layer, const Plan& plan, int threads) {
     });
 }
 
-void attend(int32_t dtype, void* out, const void* q, int64_t q_stride, const void* k_cache, const void* v_cache,
-            const Geometry& geometry, float scale, const Plan& plan, int threads) {
+void attend(int32_t dtype, void* out, const void* q, int64_t q_stride, const Caches& caches, const Geometry& geometry,
+            float scale, const Plan& plan, int threads) {
     with_dtype(dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
-        attend(Layer<T>{static_cast<T*>(out), static_cast<const T*>(q), static_cast<const T*>(k_cache),
-                        static_cast<const T*>(v_cache), q_stride, scale * 1.44269504f, geometry},
+        attend(Layer<T>{static_cast<T*>(out), static_cast<const T*>(q), caches, q_stride, scale * 1.44269504f,
+                        geometry},
                plan, threads);
     });
 }
@@ -203,8 +228,8 @@ void attend(int32_t dtype, void* out, const void* q, int64_t q_stride, const voi
 
 using namespace pagedray;
 
-PAGEDRAY_API void pagedray_paged_attention(int32_t dtype, void* out, const void* q, const void* k_cache,
-                                           const void* v_cache, const int32_t* query_start_loc,
+PAGEDRAY_API void pagedray_paged_attention(int32_t dtype, int32_t cache_dtype, void* out, const void* q,
+                                           const void* k_cache, const void* v_cache, const int32_t* query_start_loc,
                                            const int32_t* seq_lens, const int32_t* block_tables, int64_t sequences,
                                            int64_t max_blocks, int64_t q_stride, int64_t num_heads,
                                            int64_t num_kv_heads, int64_t head_dim, int64_t block_size, float scale,
@@ -212,5 +237,5 @@ PAGEDRAY_API void pagedray_paged_attention(int32_t dtype, void* out, const void*
     const attention::Geometry geometry{num_heads, num_kv_heads, head_dim, block_size};
     const auto plan = attention::make_plan(
         geometry, {query_start_loc, seq_lens, block_tables, sequences, max_blocks}, threads);
-    attention::attend(dtype, out, q, q_stride, k_cache, v_cache, geometry, scale, plan, threads);
+    attention::attend(dtype, out, q, q_stride, {cache_dtype, k_cache, v_cache}, geometry, scale, plan, threads);
 }

@@ -13,6 +13,13 @@ struct Geometry {
     int64_t group() const { return num_heads / num_kv_heads; }
 };
 
+// A layer's keys and values, [num_blocks, num_kv_heads, block_size, head_dim] of the queries' dtype, or rows of kv_row.h
+// where `dtype` is INT8.
+struct Caches {
+    int32_t dtype;
+    const void *keys, *values;
+};
+
 // A step's batch, as kernels.ops.AttentionMetadata has it.
 struct Batch {
     const int32_t *query_start_loc, *seq_lens, *block_tables;
@@ -45,7 +52,7 @@ struct Plan {
 Plan make_plan(const Geometry& geometry, const Batch& batch, int threads);
 
 // out [tokens, num_heads, head_dim]; q's tokens are q_stride apart.
-void attend(int32_t dtype, void* out, const void* q, int64_t q_stride, const void* k_cache, const void* v_cache,
-            const Geometry& geometry, float scale, const Plan& plan, int threads);
+void attend(int32_t dtype, void* out, const void* q, int64_t q_stride, const Caches& caches, const Geometry& geometry,
+            float scale, const Plan& plan, int threads);
 
 }  // namespace pagedray::attention

@@ -14,9 +14,9 @@ void pagedray_add_rms_norm(int32_t, void*, void*, const void*, const void*, cons
                            int64_t, float, int32_t);
 void pagedray_linear(int32_t, int32_t, void*, const void*, const pagedray::Linear*, int64_t, int64_t, int32_t);
 void pagedray_silu_and_mul(int32_t, void*, const void*, int64_t, int64_t, int64_t, int32_t);
-void pagedray_rotary_and_cache(int32_t, void*, const void*, const void*, const int64_t*, const float*, const int64_t*,
-                               void*, void*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-                               int64_t, int32_t);
+void pagedray_rotary_and_cache(int32_t, int32_t, void*, const void*, const void*, const int64_t*, const float*,
+                               const int64_t*, void*, void*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                               int64_t, int64_t, int64_t, int32_t);
 }
 
 namespace pagedray {
@@ -29,6 +29,7 @@ struct Layer {
 struct Sizes {
     int64_t tokens, hidden, intermediate, num_heads, num_kv_heads, head_dim, rotary_dim, block_size, sequences,
         max_blocks;
+    int64_t cache_dtype;  // a DType
 };
 
 }  // namespace pagedray
@@ -56,7 +57,7 @@ PAGEDRAY_API int32_t pagedray_decoder_layers(int32_t dtype, void* x, void* resid
                                           const int32_t* block_tables, const Sizes* sizes, float eps, float scale,
                                           SharedGroup* group, int32_t threads) {
     const auto& [tokens, hidden, intermediate, num_heads, num_kv_heads, head_dim, rotary_dim, block_size, sequences,
-                 max_blocks] = *sizes;
+                 max_blocks, cache_dtype] = *sizes;
     const int64_t heads = num_heads * head_dim, kv_heads = num_kv_heads * head_dim, qkv = heads + 2 * kv_heads;
     const int64_t element = dtype == BFLOAT16 ? sizeof(bf16) : sizeof(float);
     const auto linear = [&](void* out, const void* in, const Linear* weight) {
@@ -84,9 +85,10 @@ PAGEDRAY_API int32_t pagedray_decoder_layers(int32_t dtype, void* x, void* resid
         const Layer& layer = layers[l];
         void *k_cache = caches[2 * l], *v_cache = caches[2 * l + 1];
         linear(wide, x, layer.qkv);
-        pagedray_rotary_and_cache(dtype, q, k, v, positions, cos_sin, slots, k_cache, v_cache, tokens, qkv, qkv, qkv,
-                                  num_heads, num_kv_heads, head_dim, rotary_dim, block_size, threads);
-        attention::attend(dtype, narrow, q, qkv, k_cache, v_cache, geometry, scale, plan, threads);
+        pagedray_rotary_and_cache(dtype, cache_dtype, q, k, v, positions, cos_sin, slots, k_cache, v_cache, tokens, qkv,
+                                  qkv, qkv, num_heads, num_kv_heads, head_dim, rotary_dim, block_size, threads);
+        const attention::Caches layer_caches{static_cast<int32_t>(cache_dtype), k_cache, v_cache};
+        attention::attend(dtype, narrow, q, qkv, layer_caches, geometry, scale, plan, threads);
         if (const int32_t status = linear_to_x(narrow, layer.o)) return status;
         pagedray_add_rms_norm(dtype, x, residual, x, residual, layer.post_attention_norm, tokens, hidden, hidden,
                               hidden, eps, threads);

@@ -37,7 +37,7 @@ struct half {
     uint16_t bits;  // IEEE's fp16
 };
 
-enum DType : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
+enum DType : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };  // the last one of KV caches alone: kv_row.h
 
 // Calls f with a null pointer of the element type that `dtype` names.
 template <class F>
@@ -127,6 +127,15 @@ inline void store(bf16* p, vfloat v) {
     const vhalf h = __builtin_convertvector(rounded, vhalf);
 #endif
     memcpy(p, &h, sizeof h);
+}
+
+// Round to nearest, ties to even; what |v| <= 127 fits.
+inline void store(int8_t* p, vfloat v) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
+#else
+    for (int i = 0; i < W; i++) p[i] = static_cast<int8_t>(std::nearbyint(v[i]));
+#endif
 }
 
 // The first n < W elements; the rest are zero.

@@ -101,6 +101,33 @@ def test_a_tiny_model_in_8_bits_equals_its_oracle(triton_kernels, tiny_llama, tm
     assert plain != pytest.approx(logprobs, abs=2e-3), "rounding shows"
 
 
+def test_kv_in_fp8_equals_its_oracle(triton_kernels, tiny_llama, tmp_path, round_kv):
+    """transformers' model with keys and values rounded to e4m3, as vLLM's cache of that name does unscaled."""
+    shape = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    model = tiny_llama(num_key_value_heads=1, initializer_range=0.3, **shape)
+    model.save_pretrained(tmp_path)
+    engine = Engine(
+        EngineConfig.from_kwargs(
+            model=str(tmp_path), dtype="float32", cpu_threads=1, num_kv_blocks=4, max_model_len=32, kv_cache_dtype="fp8"
+        )
+    )
+    prompt = (3, 5, 7, 11, 13, 17)
+    engine.add_request(Request("r", prompt, SamplingParams(temperature=0, max_tokens=3, seed=0, logprobs=1)))
+    outputs = [output for _ in range(3) for output in engine.step()]
+    tokens = [token for o in outputs for token in o.token_ids]
+    logprobs = [p.logprob for o in outputs for p in o.logprobs]
+
+    def expected():
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0, -3:]
+        return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+
+    plain = expected()
+    round_kv(model, lambda rows: rows.clamp(-448, 448).to(torch.float8_e4m3fn).float())
+    assert logprobs == pytest.approx(expected(), abs=2e-3)
+    assert plain != pytest.approx(logprobs, abs=2e-3), "rounding shows"
+
+
 class Rounded(torch.nn.Module):
     def __init__(self, linear, format):
         super().__init__()
