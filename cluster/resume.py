@@ -25,7 +25,7 @@ from dataclasses import replace
 from functools import partial
 
 from ..scheduler.block_pool import hash_prompt, root_hash
-from ..scheduler.errors import EngineDead, GroupDrained, GroupLost, PagedRayError
+from ..scheduler.errors import EngineDead, GroupDrained, GroupLost, InvalidRequest, PagedRayError
 from ..scheduler.request import Request, SamplingParams, SequenceOutput
 from .openai.engine_client import EngineClient
 
@@ -78,6 +78,12 @@ class ResumingEngine:
                     else:
                         return
                 self.on_move(request)
+            except InvalidRequest:
+                if not delivered or request.sampling.max_tokens is not None:
+                    raise
+                # The context of the group that was to go on is full: there an answer without a bound of its own ends.
+                yield SequenceOutput(request.request_id, (), (), "length", num_cached_tokens=num_cached or 0)
+                return
             except GroupLost as lost:
                 num_lost += not isinstance(lost, GroupDrained)
                 if num_lost > self.migration_limit:

@@ -1,5 +1,6 @@
 """`ModelConfig`: what a checkpoint is. `EngineConfig`: how to run it, under vLLM's names."""
 
+import logging
 import math
 import re
 from dataclasses import dataclass, field, fields
@@ -7,6 +8,8 @@ from typing import Any
 
 from ..scheduler.errors import ConfigError
 from ..scheduler.names import nearest
+
+logger = logging.getLogger(__name__)
 
 DTYPES = ("auto", "bfloat16", "float32")
 DEVICES = ("auto", "cuda", "cpu")
@@ -58,7 +61,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()  # generation_config.json's where there is one
+    eos_token_ids: tuple[int, ...] = ()  # generation_config.json's, else config.json's; then the tokenizer's
 
 
 _ALIASES = {
@@ -66,6 +69,36 @@ _ALIASES = {
     "max_seq_length": "max_model_len",
     "kv_cache_memory_bytes": "kv_cache_memory",
     "num_gpu_blocks_override": "num_kv_blocks",
+}
+# vLLM's engine settings that change nothing here: name → the values that may be taken so (None: any), and why.
+IDLE_SETTINGS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
+    "swap_space": (None, "blocks are not swapped; a preempted sequence is computed again"),
+    "cpu_offload_gb": ((0,), "weights are not offloaded"),
+    "compilation_config": (None, "models are not compiled"),
+    "max_seq_len_to_capture": (None, "the CUDA graphs of decode hold for any length"),
+    "disable_custom_all_reduce": (
+        (True, False),
+        "ranks of a host reduce through shared memory, others by gloo, GPUs by NCCL",
+    ),
+    "distributed_executor_backend": (("ray", "mp", "uni"), "Ray places the worker groups"),
+    "data_parallel_size": ((1,), "deployment_config.num_replicas says how many copies run"),
+    "max_parallel_loading_workers": (None, "weights are memory-mapped"),
+    "use_tqdm_on_load": ((True, False), "a progress bar is shown on a terminal"),
+    "disable_log_requests": ((True, False), "requests are not logged"),
+    "enable_log_requests": ((False,), "requests are not logged"),
+    "disable_log_stats": ((True, False), "/metrics has the figures"),
+    "trust_remote_code": (
+        (True, False),
+        "no code from a checkpoint is run, and a model that needs some is refused",
+    ),
+    "enable_chunked_prefill": ((True,), "prefill is always chunked"),
+    "scheduling_policy": (("fcfs", "priority"), "requests go by arrival + priority x 10 s"),
+    "preemption_mode": (("recompute",), "a preempted sequence is computed again"),
+    "load_format": (("auto", "safetensors", "gguf"), "the format is read from the files"),
+    "task": (("auto", "generate"), "models generate"),
+    "runner": (("auto", "generate"), "models generate"),
+    "enable_lora": ((False,), "adapters are not supported yet"),
+    "enable_auto_tool_choice": ((True,), "models that can call tools may always do so"),
 }
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -150,6 +183,16 @@ def _check_keys(where: str, raw: dict[Any, Any], known: tuple[str, ...]) -> None
             raise ConfigError(f"{where}.{key} is not a setting{nearest(str(key), known)}")
 
 
+def _check_idle(where: str, key: str, value: Any) -> None:
+    """Log that it changes nothing. Raises `ConfigError` where it would have to."""
+    allowed, why = IDLE_SETTINGS[key]
+    # `1 == True` in Python: compare the types too
+    if value is not None and allowed is not None and not any(value == a and type(value) is type(a) for a in allowed):
+        right = " or ".join(repr(a) for a in allowed)
+        raise ConfigError(f"{where}.{key} must be {right} or left out ({why}), not {value!r}")
+    logger.info("%s.%s changes nothing here: %s", where, key, why)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Settings of one worker group. `from_kwargs` is how users' `engine_kwargs` and flags become one.
@@ -190,12 +233,16 @@ class EngineConfig:
     def from_kwargs(cls, where: str = "engine_kwargs", /, **kwargs: Any) -> "EngineConfig":
         """Build from users' names, vLLM's and the aliases max_batch_size and max_seq_length among them.
 
-        Raises `ConfigError` with `where`, the key, the value and what would be right.
+        Those of vLLM that change nothing here are dropped, with a logged line each. Raises `ConfigError` with `where`,
+        the key, the value and what would be right.
         """
         known = {f.name for f in fields(cls)}
         settings: dict[str, Any] = {}
         for key, value in kwargs.items():
             name = _ALIASES.get(key, key)
+            if key in IDLE_SETTINGS:
+                _check_idle(where, key, value)
+                continue
             if name not in known:
                 raise ConfigError(f"{where}.{key} is not a setting{nearest(key, [*known, *_ALIASES])}")
             if name in settings:

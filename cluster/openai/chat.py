@@ -22,6 +22,8 @@ from .protocol import AssistantMessage, ChatChoice, ChatCompletion, ChatCompleti
 from .reply import Parts, ReplyReader, marks_are_special, reply_reader
 from .transport import EventStream, json_response, off_loop, until_disconnect
 
+REASONING = ("reasoning", "reasoning_content")  # vLLM's name for it, and its older one
+
 
 async def chat_completions(
     body: ChatCompletionRequest, model: ServedModel, engine: EngineClient, receive: Receive
@@ -57,7 +59,7 @@ async def start_chat(
         sampling = sampling.clone(skip_special_tokens=False)
     requests = [body.request(call_id, index, prompt, sampling, model) for index in range(sampling.n)]
     generation = Generation(engine, model.tokenizer, requests, choices_per_prompt=sampling.n)
-    return generation, [reply_reader(body, model, prompt) for _ in requests]
+    return generation, [reply_reader(body, model, prompt, form is not None) for _ in requests]
 
 
 async def prompt_token_ids(body: ChatCompletionRequest, model: ServedModel) -> tuple[int, ...]:
@@ -71,7 +73,7 @@ async def prompt_token_ids(body: ChatCompletionRequest, model: ServedModel) -> t
         tools=_template_tools(body),
         add_generation_prompt=generation_prompt,
         continue_final_message=bool(body.continue_final_message),
-        **(body.chat_template_kwargs or {}),
+        **body.template_variables,
     )
     return tuple(await off_loop(sum(len(str(m.content)) for m in body.messages), render))
 
@@ -104,7 +106,7 @@ async def _collect(
 
 
 def _message(parts: Parts) -> AssistantMessage:
-    more: dict[str, Any] = {"reasoning_content": parts.reasoning} if parts.reasoning else {}
+    more: dict[str, Any] = dict.fromkeys(REASONING, parts.reasoning) if parts.reasoning else {}
     if parts.tool_calls:
         more["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in parts.tool_calls]
     return AssistantMessage(content=parts.content or (None if parts.tool_calls else ""), **more)
@@ -161,7 +163,7 @@ async def _events(
 
 def _delta(parts: Parts, first: bool) -> str:
     """The inside of a JSON object, after the role."""
-    fields = [f'"reasoning_content": {json.dumps(parts.reasoning)}'] if parts.reasoning else []
+    fields = [f'"{name}": {json.dumps(parts.reasoning)}' for name in REASONING if parts.reasoning]
     if parts.content or (first and not parts):
         fields.append(f'"content": {json.dumps(parts.content)}')
     if parts.tool_calls:

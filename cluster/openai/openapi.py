@@ -114,7 +114,7 @@ def document(paths: set[str]) -> Schema:
     definitions["TokenizeChat"] = _part(
         definitions["ChatCompletionRequest"],
         *("model", "messages", "tools", "tool_choice", "add_generation_prompt", "continue_final_message"),
-        *("chat_template_kwargs", "return_token_strs"),
+        *("chat_template_kwargs", "reasoning_effort", "return_token_strs"),
     )
     prompt = _part(definitions["CompletionRequest"], "model", "prompt", "add_special_tokens", "return_token_strs")
     prompt["properties"]["prompt"] = {"type": "string"}

@@ -32,7 +32,7 @@ MIN_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot
 # Fields that are accepted and change no token here.
 _IGNORED = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
-    "prediction verbosity reasoning_effort include_reasoning length_penalty guided_decoding_backend request_id "
+    "prediction verbosity length_penalty guided_decoding_backend request_id "
     "spaces_between_special_tokens mm_processor_kwargs best_of function_call".split()
 )
 
@@ -235,8 +235,8 @@ class GenerationRequest(Body):
                 f"{max_tokens} more, together {num_prompt_tokens + max_tokens}",
                 name,
             )
-        if max_tokens is None:
-            max_tokens = min(self.default_max_tokens or room, room)
+        if max_tokens is None and self.default_max_tokens is not None:
+            max_tokens = min(self.default_max_tokens, room)  # None: as far as its group's context goes
         check_token_ids("stop_token_ids", self.stop_token_ids or (), model)
         given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         return SamplingParams(
@@ -353,6 +353,10 @@ class NamedTool(BaseModel):
     function: NamedFunction
 
 
+# OpenAI's, and vLLM's max
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 # What chat.py passes to the template itself.
 _TEMPLATE_ARGUMENTS = {"self", "messages", "tools", "add_generation_prompt", "continue_final_message"}
 
@@ -367,7 +371,9 @@ class ChatCompletionRequest(GenerationRequest):
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
     # vLLM's
+    include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -402,6 +408,13 @@ class ChatCompletionRequest(GenerationRequest):
         if not self.tools:
             return "none"
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else self.tool_choice or "auto"
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The chat template's further ones. `enable_thinking` is Qwen3's switch, and that of many others."""
+        effort = self.reasoning_effort
+        wished = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        return wished | (self.chat_template_kwargs or {})
 
     def form(self) -> Form | None:
         form, choice = super().form(), self.effective_tool_choice
@@ -438,6 +451,12 @@ _OTHERS: dict[str, tuple[Any, ...]] = {
 }
 
 
+class Reasoning(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    effort: Effort | None = None
+
+
 class ResponsesRequest(Body):
     """A request of the Responses API; `responses` reads what it shares with chat."""
 
@@ -451,6 +470,7 @@ class ResponsesRequest(Body):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
+    reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] | None = None  # nothing is cut off: what is too long is refused
     metadata: dict[str, str] | None = None
 
@@ -460,7 +480,7 @@ class ResponsesRequest(Body):
             if extra.get(name):
                 raise InvalidRequest(f"{name} is not supported: this server stores no responses", name)
         _refuse(extra, _OTHERS, "/v1/responses")
-        known = {*ChatCompletionRequest.model_fields, *UNSUPPORTED, *_IGNORED, *_OTHERS, "include", "reasoning"}
+        known = {*ChatCompletionRequest.model_fields, *UNSUPPORTED, *_IGNORED, *_OTHERS, "include"}
         _note_unknown(extra.keys() - known)
 
 
@@ -620,7 +640,7 @@ class Usage(BaseModel):
 
 
 class AssistantMessage(BaseModel):
-    """With `reasoning_content` and `tool_calls` where there are any."""
+    """With `reasoning`, the same as `reasoning_content`, and `tool_calls` where there are any."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -31,8 +31,15 @@ class Parts:
 class ReplyReader:
     """Reads one choice as it comes."""
 
-    def __init__(self, reasoning: ReasoningParser | None, tools: ToolCallParser | None, max_calls: int | None):
+    def __init__(
+        self,
+        reasoning: ReasoningParser | None,
+        tools: ToolCallParser | None,
+        max_calls: int | None,
+        include_reasoning: bool,
+    ):
         self._reasoning = reasoning
+        self._include_reasoning = include_reasoning
         self._tools = tools
         self._max_calls = max_calls
         self.num_calls = 0
@@ -44,10 +51,10 @@ class ReplyReader:
             pieces = self._reasoning.add(text) + (self._reasoning.finish() if final else [])
         found: list[str | ToolCall] = []
         for is_reasoning, piece in pieces:
-            if is_reasoning:
-                parts.reasoning += piece
-            else:
+            if not is_reasoning:
                 found += self._tools.add(piece) if self._tools is not None else [piece]
+            elif self._include_reasoning:
+                parts.reasoning += piece
         if final and self._tools is not None:
             found += self._tools.finish()
         for item in found:
@@ -64,21 +71,24 @@ def _as_openai(call: ToolCall, index: int) -> dict[str, Any]:
     return {"index": index, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
-def reply_reader(body: ChatCompletionRequest, model: ServedModel, prompt: tuple[int, ...]) -> ReplyReader:
-    """Of a new choice."""
+def reply_reader(
+    body: ChatCompletionRequest, model: ServedModel, prompt: tuple[int, ...], has_form: bool
+) -> ReplyReader:
+    """Of a new choice. One that has a form keeps to it from its first token: it neither thinks nor calls by itself."""
     reasoning = None
-    if model.reasoning_parser is not None:
+    if model.reasoning_parser is not None and not has_form:
         tail = model.tokenizer.decode(prompt[-8:], skip_special_tokens=False)
         reasoning = ReasoningParser(inside=tail.rstrip().endswith(ReasoningParser.OPEN))
     tools: ToolCallParser | None = None
     choice = body.effective_tool_choice
-    if choice == "auto" and model.tool_call_parser is not None:
+    if choice == "auto" and model.tool_call_parser is not None and not has_form:
         tools = PARSERS[model.tool_call_parser]()
     elif choice == "required":
         tools = RequiredParser()
     elif choice not in ("auto", "none"):
         tools = NamedParser(choice)
-    return ReplyReader(reasoning, tools, 1 if body.parallel_tool_calls is False else None)
+    max_calls = 1 if body.parallel_tool_calls is False else None
+    return ReplyReader(reasoning, tools, max_calls, body.include_reasoning is not False)
 
 
 def marks_are_special(model: ServedModel) -> bool:

@@ -30,6 +30,7 @@ _SAME = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "cache_salt", "ignore_eos", "min_tokens"),
     *("ttft_target", "logit_bias", "stop_token_ids", "skip_special_tokens", "include_stop_str_in_output"),
     *("add_generation_prompt", "continue_final_message", "echo", "add_special_tokens"),
+    *("reasoning_effort", "include_reasoning"),
     *("chat_template_kwargs", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *UNSUPPORTED,
 )
@@ -42,6 +43,8 @@ def _as_chat(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatComp
     chat["messages"] = messages
     if body.max_output_tokens is not None:
         chat["max_completion_tokens"] = body.max_output_tokens
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        chat["reasoning_effort"] = body.reasoning.effort
     if body.tools:
         chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
     if isinstance(body.tool_choice, dict):
@@ -98,15 +101,14 @@ def _messages(body: ResponsesRequest) -> tuple[list[dict[str, Any]], list[str]]:
         where = f"input[{i}]"
         kind = item.get("type", "message")
         if kind == "message":
-            role = "system" if item.get("role") == "developer" else item.get("role")
-            messages.append({"role": role, "content": _content(item.get("content"), f"{where}.content")})
+            content = _content(item.get("content"), f"{where}.content")
+            messages.append({"role": item.get("role"), "content": content})
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
-            if messages and messages[-1].get("tool_calls"):
-                messages[-1]["tool_calls"].append(call)
-            else:
-                messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": None})
+            messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             output = _content(item.get("output"), f"{where}.output")
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})

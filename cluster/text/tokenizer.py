@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +15,8 @@ from ...workers.checkpoint.config import read_eos_token_ids
 from ...workers.checkpoint.gguf_file import GGUFFile, eos_token_ids
 from ...workers.checkpoint.locate import locate
 from .gguf_tokenizer import build_backend, special_tokens
+
+logger = logging.getLogger(__name__)
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # OpenAI's
 
@@ -104,7 +107,14 @@ class Tokenizer:
             )
         if reserved := sorted(self._reserved & kwargs.keys()):
             raise InvalidRequest(f"chat_template_kwargs may not set {reserved[0]}", "chat_template_kwargs")
-        plain = [_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        no_objects: list[str] = []  # where calls have other arguments
+        plain = [_plain_message(message, f"messages[{i}]", no_objects) for i, message in enumerate(messages)]
+        if no_objects:
+            logger.warning(
+                "arguments of %d calls of a request are no JSON object, and {} for the chat template: the first in %s",
+                len(no_objects),
+                no_objects[0],
+            )
         for i, role in enumerate(message["role"] for message in plain):
             if role not in ROLES and not self._names_role(role):
                 raise InvalidRequest(
@@ -116,7 +126,7 @@ class Tokenizer:
             raise InvalidRequest("messages must not be empty", "messages")
         try:
             text = self._wrapped.apply_chat_template(
-                plain,
+                self._with_known_roles(plain),
                 tools=[dict(tool) for tool in tools] if tools else None,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -126,6 +136,19 @@ class Tokenizer:
         except Exception as error:  # whatever a template's code can raise: Jinja's own errors, TypeError, KeyError …
             raise InvalidRequest(f"the chat template refused the messages: {error}", "messages") from error
         return self.encode(text, add_special_tokens=False)
+
+    def _with_known_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """OpenAI's `function` under its later name, and `developer` under its earlier one unless the template names it:
+        most templates would leave such messages out.
+
+        As in vLLM `developer` joins `system` in one message at the start: few templates take a second, or a later one.
+        """
+        messages = [{**m, "role": "tool"} if m["role"] == "function" else m for m in messages]
+        if self._names_role("developer") or all(m["role"] != "developer" for m in messages):
+            return messages
+        told = [m["content"] for m in messages if m["role"] in ("system", "developer")]
+        others = [m for m in messages if m["role"] not in ("system", "developer")]
+        return [{"role": "system", "content": "\n\n".join(told)}, *others]
 
     def _names_role(self, role: str) -> bool:
         """Whether the chat template has the role in quotes: `ipython` of Llama 3, for one."""
@@ -201,8 +224,11 @@ def _byte_of_character() -> dict[str, int]:
     return table | {chr(256 + i): byte for i, byte in enumerate(rest)}
 
 
-def _plain_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A message as templates expect it: content a string, calls' arguments an object, no key without a value."""
+def _plain_message(message: Mapping[str, Any], where: str, no_objects: list[str]) -> dict[str, Any]:
+    """A message as templates expect it: content a string, calls' arguments an object, no key without a value.
+
+    `no_objects` gains a place for each call whose arguments are something else.
+    """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequest(f"{where} must be an object with a role", where)
     plain = {key: value for key, value in message.items() if value not in (None, [], ())}
@@ -210,10 +236,12 @@ def _plain_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if content is None and message["role"] != "assistant":  # which may only call tools
         raise InvalidRequest(f"{where}.content is required", f"{where}.content")
     plain["content"] = _plain_content(content, f"{where}.content")
+    if "reasoning" in plain:  # vLLM's newer name, which older transformers do not know
+        plain.setdefault("reasoning_content", plain["reasoning"])
     if (calls := plain.get("tool_calls")) is not None:
         if not isinstance(calls, list | tuple):
             raise InvalidRequest(f"{where}.tool_calls must be an array", f"{where}.tool_calls")
-        plain["tool_calls"] = [_plain_call(call, f"{where}.tool_calls") for call in calls]
+        plain["tool_calls"] = [_plain_call(call, f"{where}.tool_calls", no_objects) for call in calls]
     return plain
 
 
@@ -232,8 +260,11 @@ def _plain_content(content: Any, where: str) -> str:
     return "\n".join(texts)  # as vLLM joins them
 
 
-def _plain_call(call: Any, where: str) -> dict[str, Any]:
-    """OpenAI sends a call's arguments as JSON text; templates print them as an object."""
+def _plain_call(call: Any, where: str, no_objects: list[str]) -> dict[str, Any]:
+    """OpenAI sends a call's arguments as JSON text; templates print them as an object.
+
+    What is none becomes an empty one, as in vLLM: an answer that was cut off may be in the history for ever.
+    """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise InvalidRequest(f"{where} must hold objects with a function", where)
@@ -242,7 +273,10 @@ def _plain_call(call: Any, where: str) -> dict[str, Any]:
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
-            raise InvalidRequest(f"{where}: arguments of {function['name']} are not JSON", where) from None
+            arguments = None
+    if not isinstance(arguments, Mapping):
+        no_objects.append(where)
+        arguments = {}
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -155,14 +155,21 @@ def required_schema(functions: Sequence[dict[str, Any]], parallel: bool) -> dict
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": f["name"]}, "parameters": f.get("parameters") or {"type": "object"}},
+            "properties": {"name": {"const": f["name"]}, "parameters": _own_document(f.get("parameters"), i)},
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for f in functions
+        for i, f in enumerate(functions)
     ]
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     return schema if parallel else schema | {"maxItems": 1}
+
+
+def _own_document(parameters: dict[str, Any] | None, index: int) -> dict[str, Any]:
+    """One function's parameters as a part of a larger schema: with an `$id` their references, `#/$defs/X` or `#`, are
+    to themselves as before. An older `$schema` would have another keyword for it, or none beside a `$ref`."""
+    schema = {key: value for key, value in (parameters or {"type": "object"}).items() if key != "$schema"}
+    return schema | {"$id": f"tool:///{index}/"}
 
 
 def overlap(text: str, mark: str) -> int:
@@ -171,16 +178,20 @@ def overlap(text: str, mark: str) -> int:
 
 
 def _read_call(text: str) -> ToolCall | None:
+    """Of what stands between marks of a call, where the name alone is one, too."""
     try:
-        return _as_call(json.loads(text))
+        value = json.loads(text)
     except ValueError:
         return None
+    return _as_call({"parameters": {}} | value if isinstance(value, dict) else value)
 
 
 def _as_call(value: Any) -> ToolCall | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    arguments = value.get("arguments", value.get("parameters", {}))
+    if not value.keys() & {"arguments", "parameters"}:  # any other object with a name
+        return None
+    arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):  # written as JSON in JSON
         return ToolCall(value["name"], arguments)
     return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))

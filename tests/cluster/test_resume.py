@@ -1,12 +1,20 @@
 """Sequences that go on when their worker group is lost, over an engine that loses them as told."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from pagedray.cluster import resume
 from pagedray.cluster.resume import ResumingEngine
-from pagedray.scheduler.errors import EngineDead, GroupDrained, GroupLost, InvalidRequest, PagedRayError
+from pagedray.scheduler.errors import (
+    ContextLengthExceeded,
+    EngineDead,
+    GroupDrained,
+    GroupLost,
+    InvalidRequest,
+    PagedRayError,
+)
 from pagedray.scheduler.request import Request, SamplingParams, SequenceOutput
 
 ANSWER = (11, 12, 13, 14, 15)
@@ -41,13 +49,13 @@ def no_waiting(monkeypatch):
     monkeypatch.setattr(resume, "_BACKOFF_SECONDS", 0.0)
 
 
-def generate(engine, limit=3):
+def generate(engine, limit=3, request=REQUEST):
     resumed = []
 
     async def collect():
         outputs = []
         try:
-            async for output in ResumingEngine(engine, limit, resumed.append).generate(REQUEST):
+            async for output in ResumingEngine(engine, limit, resumed.append).generate(request):
                 outputs.append(output)
         except PagedRayError as error:
             return outputs, error
@@ -78,6 +86,16 @@ def test_a_request_that_loses_group_after_group_is_given_up():
     assert [o.token_ids for o in outputs] == [(11,)]
     assert type(error) is EngineDead and "3 worker groups" in str(error)
     assert num_resumed == 2 and len(engine.requests) == 3
+
+
+def test_an_answer_without_a_bound_ends_where_the_next_group_has_no_room_for_it():
+    full = ContextLengthExceeded("it does not fit")
+    endless = replace(REQUEST, sampling=SamplingParams(seed=0, max_tokens=None))
+    outputs, error, _ = generate(Engine((3, GroupLost("gone")), (3, full)), request=endless)
+    assert error is None and tuple(t for o in outputs for t in o.token_ids) == ANSWER[:3]
+    assert [o.finish_reason for o in outputs] == [None, None, None, "length"]
+    for engine, request in ((Engine((0, full)), endless), (Engine((3, GroupLost("gone")), (3, full)), REQUEST)):
+        assert generate(engine, request=request)[1] is full
 
 
 def test_with_a_limit_of_none_the_first_loss_is_told():

@@ -372,8 +372,6 @@ def test_parts_are_joined_and_nothing_is_printed_as_python(chat):
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
             "part of type 'image_url'; this model takes text only",
         ),
-        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], "f are not JSON"),
-        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 9**5}}]}], "not JSON"),
         ([{"role": "assistant", "content": "x", "tool_calls": 5}], "tool_calls must be an array"),
     ],
 )
@@ -386,13 +384,42 @@ def test_roles_are_openais_and_those_that_the_template_names(chat_file):
     named = """{% if m.role == 'ipython' or m.role == "critic" %}!{% endif %}"""
     template = f"{{% for m in messages %}}{named}{{{{ m.role }}}}{{% endfor %}}"
     tokenizer = Tokenizer.load(chat_file(template))
-    for role in ("system", "developer", "user", "assistant", "tool", "function"):
+    for role in ("system", "user", "assistant", "tool"):
         assert text_of(tokenizer, [{"role": role, "content": "x"}]) == role
     for role in ("ipython", "critic"):
         assert text_of(tokenizer, [{"role": role, "content": "x"}]) == f"!{role}"
     with pytest.raises(InvalidRequest, match="another that the chat template of .* names, not 'aaa") as refused:
         tokenizer.apply_chat_template([{"role": "a" * 10_000, "content": "x"}])
     assert refused.value.param == "messages[0].role" and len(refused.value.message) < 1000
+
+
+def test_roles_that_templates_do_not_name_go_under_those_that_they_know(chat_file):
+    template = "{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}"
+    roles = ("system", "user", "developer", "function", "developer")
+    messages = [{"role": role, "content": str(i)} for i, role in enumerate(roles)]
+    assert text_of(Tokenizer.load(chat_file(template)), messages) == "system=0\n\n2\n\n4;user=1;tool=3;"
+    names = Tokenizer.load(chat_file(template + "{% if messages[0].role == 'developer' %}!{% endif %}"))
+    assert text_of(names, messages) == "system=0;user=1;developer=2;tool=3;developer=4;"
+
+
+def test_reasoning_has_two_names(chat_file):
+    tokenizer = Tokenizer.load(chat_file("{% for m in messages %}{{ m.reasoning_content }}{% endfor %}"))
+    assert text_of(tokenizer, [{"role": "assistant", "content": "x", "reasoning": "hm"}]) == "hm"
+    assert text_of(tokenizer, [{"role": "assistant", "content": "x", "reasoning_content": "hm"}]) == "hm"
+
+
+def test_arguments_that_are_no_object_are_an_empty_one(chat_file, caplog):
+    """A call that `max_tokens` cut off is in the history for ever."""
+    template = "{% for call in messages[0].tool_calls %}{{ call.function.arguments | tojson }};{% endfor %}"
+    tokenizer = Tokenizer.load(chat_file(template))
+    for arguments, printed in [('{"a": 1}', '{"a": 1}'), ({"a": 1}, '{"a": 1}'), ("", "{}"), (None, "{}")]:
+        calls = [{"function": {"name": "f", "arguments": arguments}}]
+        assert text_of(tokenizer, [{"role": "assistant", "tool_calls": calls}]) == f"{printed};"
+    assert not caplog.records
+    broken = ('{"a": ', "[" * 9**5, "[1]", "null", [1])
+    calls = [{"function": {"name": "f", "arguments": arguments}} for arguments in broken]
+    assert text_of(tokenizer, [{"role": "assistant", "tool_calls": calls}]) == "{};" * len(broken)
+    assert [r.levelname for r in caplog.records] == ["WARNING"] and "messages[0].tool_calls" in caplog.text
 
 
 def test_a_templates_own_words_reach_the_client(chat_file):
@@ -477,7 +504,7 @@ def test_folder_and_gguf_agree(folder, chat_file):
 
 
 def test_end_tokens_of_a_folder(folder):
-    assert Tokenizer.load(str(folder)).eos_token_ids == (0,)
+    assert Tokenizer.load(str(folder)).eos_token_ids == (0, 2)  # config.json's, and the tokenizer's own
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
     assert Tokenizer.load(str(folder)).eos_token_ids == (2, 0)
 

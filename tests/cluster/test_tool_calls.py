@@ -5,7 +5,9 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 
+from pagedray.cluster.text.grammar import _bytes, _grammar
 from pagedray.cluster.text.reasoning import ReasoningParser
 from pagedray.cluster.text.tool_calls import (
     HermesParser,
@@ -16,6 +18,7 @@ from pagedray.cluster.text.tool_calls import (
     detect_parser,
     required_schema,
 )
+from pagedray.scheduler.request import StructuredOutputsParams
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "<b>"}}\n</tool_call>'
 F = ToolCall("f", '{"x": "<b>"}')
@@ -57,6 +60,8 @@ CASES = [
         [ToolCall("f", "{}"), ToolCall("g", "{}")],
     ),
     (Llama3JsonParser, '{"no": "call"}', ['{"no": "call"}']),
+    (Llama3JsonParser, '{"name": "Ada", "age": 3}', ['{"name": "Ada", "age": 3}']),
+    (Llama3JsonParser, '{"name": "f", "arguments": {}}', [ToolCall("f", "{}")]),
     (Llama3JsonParser, '{"name": "f", "par', ['{"name": "f", "par']),
     (Llama3JsonParser, " ", [" "]),
     (Llama3JsonParser, "<|python", ["<|python"]),
@@ -116,3 +121,38 @@ def test_the_schema_of_required_calls():
     assert schema["maxItems"] == schema["minItems"] == 1
     assert [c["properties"]["name"] for c in schema["items"]["anyOf"]] == [{"const": "f"}, {"const": "g"}]
     assert "maxItems" not in required_schema([{"name": "f"}], parallel=True) and json.dumps(schema)
+
+
+@pytest.mark.parametrize(
+    "schema", [None, "http://json-schema.org/draft-04/schema#", "http://json-schema.org/draft-07/schema#"]
+)
+def test_references_of_a_tools_parameters_are_to_themselves(schema):
+    """Also where two tools call different things the same."""
+    said = {"$schema": schema} if schema else {}
+
+    def functions(name, kind, place, **more):
+        x = {"type": "object", "properties": {"x": {"$ref": f"#/{place}/X"}}, "additionalProperties": False}
+        return {"name": name, "parameters": {**said, **x, place: {"X": {"type": kind}}, **more}}
+
+    tree = {"type": "object", "properties": {"x": {"$ref": "#"}}, "additionalProperties": False}
+    root = {"$ref": "#/definitions/X", "definitions": {"X": {"type": "object", "additionalProperties": False}}}
+    tools = [
+        functions("number", "integer", "$defs"),
+        functions("text", "string", "$defs", **{"$id": "http://example.org/x"}),
+        functions("older", "string", "definitions"),
+        {"name": "tree", "parameters": {**said, **tree}},
+        {"name": "root", "parameters": {**said, **root}},
+    ]
+    grammar = _grammar(StructuredOutputsParams(json=json.dumps(required_schema(tools, parallel=True))))
+
+    def fits(name, parameters):
+        text = json.dumps([{"name": name, "parameters": parameters}])
+        matcher = LLMatcher(_bytes(), grammar, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher.try_consume_tokens(list(text.encode())) == len(text)
+
+    assert fits("number", {"x": 1}) and not fits("number", {"x": "a"})
+    assert fits("text", {"x": "a"}) and not fits("text", {"x": 1})
+    assert fits("older", {"x": "a"}) and not fits("older", {"x": 1})
+    assert fits("tree", {"x": {"x": {}}}) and not fits("tree", {"x": []})
+    assert fits("root", {}) and not fits("root", {"x": 1})

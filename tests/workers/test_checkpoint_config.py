@@ -130,6 +130,28 @@ def test_end_tokens_come_from_the_generation_config_first(config, tmp_path):
     assert config(eos_token_id=5).eos_token_ids == (5,)
 
 
+def test_the_tokenizers_own_end_token_ends_too(config, tmp_path):
+    """A fine-tune in ChatML has <|im_end|> in its tokenizer, and its generation config is still the base model's."""
+
+    def ends(settings, **tokenizer):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+        assert (found := config(eos_token_id=5).eos_token_ids) == read_eos_token_ids(tmp_path)
+        return found
+
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
+    said = {"eos_token": "<|im_end|>"}
+    assert ends(said | {"added_tokens_decoder": {"7": {"content": "<eos>"}, "9": {"content": "<|im_end|>"}}}) == (7, 9)
+    assert ends(said, added_tokens=[{"id": 8, "content": "<eos>"}, {"id": 9, "content": "<|im_end|>"}]) == (7, 9)
+    assert ends({"eos_token": {"content": "</s>"}}, model={"vocab": {"<s>": 1, "</s>": 2}}) == (7, 2)
+    assert ends({"eos_token": "</s>"}, model={"vocab": {"</s>": 7}}) == (7,)
+    for settings in ({}, {"eos_token": None}, said):
+        assert ends(settings, model={"vocab": [["</s>", 0.0]]}) == (7,)
+    assert ends(said, added_tokens=[{"id": 96, "content": "<|im_end|>"}]) == (7,)  # the model has 96 tokens
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert config().eos_token_ids == (7,)  # whoever needs the tokenizer will say that it is damaged
+
+
 def test_broken_json_names_the_file(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ')
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read as JSON"):

@@ -109,7 +109,7 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 
 def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """Those that end a generation: generation_config.json's, else config.json's; none where the folder has neither."""
+    """Those that end a generation: generation_config.json's, else config.json's, and as in vLLM the tokenizer's own."""
     path = folder / "config.json"
     return _eos_token_ids(folder, read_json(path) if path.exists() else {})
 
@@ -122,7 +122,31 @@ def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
         raise CheckpointError(f"{folder}: eos_token_id must be token ids, not {value!r}")
-    return tuple(ids)
+    own = _own_eos_token_id(folder)
+    if own is not None and own < config.get("vocab_size", own + 1):
+        ids = [*ids, own]
+    return tuple(dict.fromkeys(ids))
+
+
+def _own_eos_token_id(folder: Path) -> int | None:
+    """Of tokenizer_config.json's `eos_token`: a fine-tune for chats may have changed it there alone."""
+    try:
+        settings = read_json(folder / "tokenizer_config.json")
+        eos = settings.get("eos_token")
+        text = eos.get("content") if isinstance(eos, dict) else eos
+        if not isinstance(text, str):
+            return None
+        for token_id, token in (settings.get("added_tokens_decoder") or {}).items():
+            if token.get("content") == text:
+                return int(token_id)
+        backend = read_json(folder / "tokenizer.json")  # megabytes: only where the other does not say
+        for token in backend.get("added_tokens") or ():
+            if token.get("content") == text:
+                return int(token["id"])
+        found = backend["model"]["vocab"][text]
+        return found if isinstance(found, int) else None
+    except (CheckpointError, AttributeError, LookupError, TypeError, ValueError):
+        return None  # missing or damaged: who needs the tokenizer will say so
 
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -79,6 +79,9 @@ ALIENS = [
     ("/v1/chat/completions", "tool_choice", {**CHAT, "tools": [TOOL], "tool_choice": "alien"}),
     ("/v1/chat/completions", "tool_choice", {**CHAT, "tools": [TOOL], "tool_choice": {**TOOL, "type": "alien"}}),
     ("/v1/chat/completions", "function_call", {**CHAT, "function_call": "alien"}),
+    ("/v1/chat/completions", "reasoning_effort", {**CHAT, "reasoning_effort": "alien"}),
+    ("/v1/chat/completions", "reasoning_effort", {**CHAT, "reasoning_effort": 3}),
+    ("/v1/chat/completions", "include_reasoning", {**CHAT, "include_reasoning": "alien"}),
     ("/v1/completions", "response_format.type", {"prompt": "x", "response_format": {"type": "alien"}}),
     ("/v1/embeddings", "encoding_format", {"input": "x", "encoding_format": "alien"}),
     ("/v1/embeddings", "pooling", {"input": "x", "pooling": "alien"}),
@@ -89,6 +92,9 @@ ALIENS = [
     ("/v1/responses", "tools[0].type", {"input": "x", "tools": [{"type": "alien", "name": "f"}]}),
     ("/v1/responses", "tool_choice", {"input": "x", "tool_choice": {"type": "alien", "name": "f"}}),
     ("/v1/responses", "truncation", {"input": "x", "truncation": "alien"}),
+    ("/v1/responses", "reasoning", {"input": "x", "reasoning": "alien"}),
+    ("/v1/responses", "reasoning.effort", {"input": "x", "reasoning": {"effort": "alien"}}),
+    ("/v1/responses", "include_reasoning", {"input": "x", "include_reasoning": "alien"}),
 ]
 
 
@@ -136,15 +142,21 @@ def test_all_fields_with_choices_are_tried():
     assert "const" in json.dumps(BatchRequest.model_json_schema())  # see test_batches.py
 
 
-@pytest.mark.parametrize("role", ["developer", "user", "assistant", "tool", "function"])
-def test_all_of_openais_roles_are_taken(api, role):
+@pytest.mark.parametrize("role", ["user", "assistant", "tool", "function"])
+def test_openais_roles_are_taken(api, role):
     message = {"role": role, "content": "x", "name": "n", "tool_call_id": "1"}
     assert api.post("/v1/chat/completions", {"messages": [message]}).status_code == 200
     prompt = api.tokenizer.decode(api.engine.requests[-1].prompt_token_ids)
-    assert prompt == f"<|{role}|>x<|assistant|>"
+    assert prompt == f"<|{'tool' if role == 'function' else role}|>x<|assistant|>"
+
+
+def test_what_developers_say_is_never_left_out(api):
+    """Of a template that knows neither the role nor the older one."""
+    response = api.post("/v1/chat/completions", {"messages": [{"role": "developer", "content": "x"}]})
+    assert response.status_code == 400 and "System role not supported" in response.json()["error"]["message"]
 
 
 def test_what_changes_nothing_may_be_anything(api):
     """Fields that are taken and ignored, whatever others make of their values."""
-    for name in ("service_tier", "reasoning_effort", "verbosity", "store", "user", "metadata"):
+    for name in ("service_tier", "verbosity", "store", "user", "metadata"):
         assert api.chat(**{name: "alien"}).status_code == 200

@@ -8,6 +8,7 @@ import pytest
 from fake_engine import CHAT_TEMPLATE, byte_tokenizer
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}, "strict": True}
+CONTINUED = {"continue_final_message": True}
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
 
@@ -71,10 +72,40 @@ def test_calls_go_out_and_their_results_come_back(served):
     assert prompt_of(served).endswith("<|tool|>42<|end|><|assistant|>")
 
 
+def test_calls_belong_to_the_message_before_them(make_api):
+    template = (
+        "{% for m in messages %}<{{ m.role }}:{{ m.content }}:{{ m.tool_calls | default([]) | length }}>{% endfor %}"
+    )
+    api = make_api(byte_tokenizer(template=template))
+    api.models = {k: replace(m, max_model_len=400) for k, m in api.models.items()}
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "1", "output": "42"}
+    said = {"role": "assistant", "content": [{"type": "output_text", "text": "Look."}]}
+    user = {"role": "user", "content": "hi"}
+    assert api.post("/v1/responses", {"input": [user, said, call, call, result, call, result]}).status_code == 200
+    turns = "<user:hi:0><assistant:Look.:2><tool:42:0><assistant::1><tool:42:0>"
+    assert prompt_of(api) == turns
+
+
+def test_how_much_to_think(make_api):
+    api = make_api(byte_tokenizer(template="{{ reasoning_effort }} {{ enable_thinking }}"))
+    api.models = {k: replace(m, reasoning_parser="qwen3") for k, m in api.models.items()}
+    api.engine.script = lambda request: api.engine.spell("<think>hm</think>Hello")
+    for effort, told in [("none", "none False"), ("high", "high True")]:
+        response = api.post("/v1/responses", {"input": "hi", "reasoning": {"effort": effort, "summary": "auto"}})
+        assert [item["type"] for item in response.json()["output"]] == ["reasoning", "message"]
+        assert prompt_of(api) == told
+    response = api.post("/v1/responses", {"input": "hi", "include_reasoning": False})
+    assert [item["type"] for item in response.json()["output"]] == ["message"]
+
+
 def test_the_form_of_an_answer(served):
     schema = {"type": "object", "properties": {}, "additionalProperties": False}
     create(served, "{}", text={"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}})
     assert json.loads(served.engine.requests[-1].sampling.structured_outputs.json) == schema
+    thinks = [{"role": "assistant", "content": "<think>"}]
+    answer = create(served, input=thinks, text={"format": {"type": "json_object"}}, extra_body=CONTINUED)
+    assert [item.type for item in answer.output] == ["message"] and answer.output_text == "{}"
     create(served, "{}", tools=[TOOL], tool_choice={"type": "function", "name": "f"})
     assert json.loads(served.engine.requests[-1].sampling.structured_outputs.json) == TOOL["parameters"]
 

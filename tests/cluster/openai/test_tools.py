@@ -10,6 +10,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {}}}}},
     {"type": "function", "function": {"name": "g", "description": "no parameters"}},
 ]
+NAMED = {"type": "function", "function": {"name": "f"}}
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 
 
@@ -28,11 +29,11 @@ def says(api, text):
 
 def joined(events):
     """A streamed message as it adds up, and its finish reason."""
-    message, reason = {"content": "", "reasoning_content": "", "tool_calls": []}, None
+    message, reason = {"content": "", "reasoning": "", "reasoning_content": "", "tool_calls": []}, None
     for event in events[:-1]:
         for choice in event["choices"]:
             delta, reason = choice["delta"], choice["finish_reason"] or reason
-            for name in ("content", "reasoning_content"):
+            for name in ("content", "reasoning", "reasoning_content"):
                 message[name] += delta.get(name, "")
             message["tool_calls"] += delta.get("tool_calls", [])
     return message, reason
@@ -52,6 +53,7 @@ def test_calls_text_and_reasoning_come_apart(tools_api, events, stream):
     says(tools_api, f"<think>hm</think>Look. {CALL}")
     message, reason = ask(tools_api, events, stream)
     assert (message["content"], message["reasoning_content"], reason) == ("Look. ", "hm", "tool_calls")
+    assert message["reasoning"] == "hm"
     (call,) = message["tool_calls"]
     assert call["id"].startswith("call_") and call["type"] == "function"
     assert call["function"] == {"name": "f", "arguments": '{"x": 1}'} and call.get("index", 0) == 0
@@ -75,7 +77,7 @@ def test_content_is_null_beside_calls(tools_api, events):
     ("choice", "text", "name"),
     [
         ("required", '[{"name": "g", "parameters": {"x": 2}}]', "g"),
-        ({"type": "function", "function": {"name": "f"}}, '{"x": 2}', "f"),
+        (NAMED, '{"x": 2}', "f"),
     ],
 )
 def test_calls_that_must_be_made_have_a_form(tools_api, events, stream, choice, text, name):
@@ -85,6 +87,44 @@ def test_calls_that_must_be_made_have_a_form(tools_api, events, stream, choice, 
     assert reason == "tool_calls" and not message["content"]
     form = json.loads(tools_api.engine.requests[0].sampling.structured_outputs.json)
     assert form["type"] == ("array" if choice == "required" else "object")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_has_a_form_is_content_from_its_first_token(tools_api, events, stream):
+    """Though the prompt has opened a thought, and though it looks like a call."""
+    tools_api.models = {k: replace(m, tool_call_parser="llama3_json") for k, m in tools_api.models.items()}
+    text = '{"name": "f", "parameters": {}}'
+    thinks = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<think>"}]
+    fields = {"messages": thinks, "continue_final_message": True}
+    says(tools_api, text)
+    for form in ({"response_format": {"type": "json_object"}}, {"guided_regex": ".*"}):
+        message, reason = ask(tools_api, events, stream, **fields, **form)
+        assert (message["content"], reason) == (text, "stop")
+        assert not message.get("reasoning") and not message.get("tool_calls")
+    says(tools_api, '{"x": 2}')
+    message, reason = ask(tools_api, events, stream, **fields, tool_choice=NAMED)
+    assert [c["function"]["arguments"] for c in message["tool_calls"]] == ['{"x": 2}'] and reason == "tool_calls"
+    message, _ = ask(tools_api, events, stream, **fields)
+    assert message["reasoning"] == '{"x": 2}' and not message["content"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_may_be_left_out(tools_api, events, stream):
+    says(tools_api, "<think>hm</think>Look.")
+    message, _ = ask(tools_api, events, stream, include_reasoning=False)
+    assert message["content"] == "Look." and not message.get("reasoning") and not message.get("reasoning_content")
+
+
+def test_the_template_is_told_how_much_to_think(make_api):
+    api = make_api(byte_tokenizer(template="{{ reasoning_effort }} {{ enable_thinking }}" + CHAT_TEMPLATE))
+
+    def told(**fields):
+        assert api.chat(**fields).status_code == 200
+        return api.tokenizer.decode(api.engine.requests[-1].prompt_token_ids).partition("<|user|>")[0]
+
+    assert told() == told(reasoning_effort=None) == " "
+    assert (told(reasoning_effort="low"), told(reasoning_effort="none")) == ("low True", "none False")
+    assert told(reasoning_effort="low", chat_template_kwargs={"enable_thinking": False}) == "low False"
 
 
 def test_one_call_where_only_one_is_wanted(tools_api, events):
