@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from .. import __version__
 from ..scheduler.errors import ConfigError, InvalidRequest, PagedRayError
 from ..scheduler.names import nearest
+from ..workers.config import IDLE_SETTINGS
 from .text.reasoning import READERS
 
 
@@ -29,6 +30,16 @@ def _json(text: str) -> Any:
 
 
 _json.__name__ = "JSON"
+
+
+def _literal(text: str) -> Any:
+    """A number, JSON, or else a word."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 _ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "--dtype": (str, "auto, bfloat16 or float32"),
     "--quantization": (str, "of weights: auto (as the files have them), int8, fp8 (GPUs), or none (in --dtype)"),
@@ -95,7 +106,8 @@ def _show_log() -> None:
     seen: set[str] = set()
 
     def once(record: logging.LogRecord) -> bool:
-        line = record.getMessage()
+        line = _as_flag(record.getMessage())
+        record.msg, record.args = line, ()
         return not (line in seen or seen.add(line))  # type: ignore[func-returns-value]
 
     handler = logging.StreamHandler()
@@ -155,7 +167,6 @@ def _parser() -> _Parser:
     )
     for key, names in READERS.items():
         serve.add_argument("--" + key.replace("_", "-"), choices=names, help="how to read the model's text")
-    serve.add_argument("--enable-auto-tool-choice", action="store_true", help="always so; vLLM needs it")
     serve.add_argument("--start-timeout", type=float, default=600.0, metavar="S", help="seconds until it must answer")
     serve.add_argument(
         "--grace-period", type=float, default=20.0, metavar="S", help="seconds for requests that run at SIGTERM"
@@ -273,6 +284,10 @@ def _add_engine_flags(parser: argparse.ArgumentParser, leave_out: str = "") -> N
         help="share the KV of equal beginnings; on unless turned off",
     )
     group.add_argument("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")
+    for name, (allowed, _) in IDLE_SETTINGS.items():  # taken, and not shown
+        boolean = allowed is not None and isinstance(allowed[0], bool)
+        how: Any = {"action": argparse.BooleanOptionalAction} if boolean else {"type": _literal}
+        group.add_argument("--" + name.replace("_", "-"), default=None, help=argparse.SUPPRESS, **how)
 
 
 def _add_endpoint_flags(parser: argparse.ArgumentParser, flag: str) -> None:
@@ -295,7 +310,8 @@ def _add_load_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _engine_kwargs(args: argparse.Namespace, leave_out: str = "") -> dict[str, Any]:
-    names = [*(f.removeprefix("--").replace("-", "_") for f in _ENGINE_FLAGS), "enable_prefix_caching", "enforce_eager"]
+    names = [f.removeprefix("--").replace("-", "_") for f in _ENGINE_FLAGS]
+    names += ["enable_prefix_caching", "enforce_eager", *IDLE_SETTINGS]
     return {n: v for n in names if n != leave_out and (v := getattr(args, n)) is not None}
 
 
@@ -348,6 +364,7 @@ def _serve(args: argparse.Namespace) -> int:
     else:
         model, name = _model(args.model)
         check_split(EngineConfig.from_kwargs("flags", model=model, **kwargs), "flags")  # so that errors name the flag
+        kwargs = {key: value for key, value in kwargs.items() if key not in IDLE_SETTINGS}
         kwargs |= {key: value for key in READERS if (value := getattr(args, key))}
         arguments = ApplicationConfig.for_model(model, args.served_model_name or name, kwargs)
         if args.num_replicas is not None:

@@ -43,10 +43,10 @@ class ClusterClient:
     ingress has one connection of ours that brings the tokens of all its sequences.
     """
 
-    def __init__(self, scheduler: ActorHandle, application: str = "", shard: int = 0):
+    def __init__(self, scheduler: ActorHandle, application: str = "", shard: int = 0, ingress_id: str = ""):
         self.scheduler = scheduler
         self._place = application, shard
-        self.ingress_id = uuid.uuid4().hex
+        self.ingress_id = ingress_id or uuid.uuid4().hex
         self._channel = Channel(self._find_channel)
         self._seen = ("", 0)  # the scheduler's epoch, and the number of its last news that came here
         self.rate_limits: dict[str, RateLimits] = {}  # tenant -> what was left when the scheduler last said so
@@ -54,7 +54,7 @@ class ClusterClient:
         self._leaders: dict[str, ActorHandle] = {}
         self._readers: dict[str, asyncio.Task] = {}  # by group id
         self._to_submit: list[_Stream] = []
-        self._to_cancel: list[str] = []
+        self._to_cancel: dict[str, str | None] = {}  # and the group that has it without the scheduler knowing, if any
         self._submitter: asyncio.Task | None = None
         self._canceller: asyncio.Task | None = None
         self._waiter: asyncio.Task | None = None
@@ -116,8 +116,8 @@ class ClusterClient:
             except PagedRayError as error:
                 for stream in batch:
                     stream.news.put_nowait(error)
-            if self._unassigned():
-                self._waiter = self._running(self._waiter, self._wait_for_assignments)
+            if self._streams:
+                self._waiter = self._running(self._waiter, self._hear_news)
 
     async def _submit_batch(self, batch: list[_Stream]) -> None:
         arguments = self.ingress_id, [s.request for s in batch], self._seen
@@ -135,8 +135,9 @@ class ClusterClient:
             news = await self._call("assignments", self.ingress_id, self._seen)  # the same again, with leaders' handles
         self._take(news)
 
-    async def _wait_for_assignments(self) -> None:
-        while self._unassigned():
+    async def _hear_news(self) -> None:
+        """Of sequences that wait, and of those that have a group: it may be lost without ever having had them."""
+        while self._streams:
             try:
                 news = await self._call("assignments", self.ingress_id, self._seen)
                 self._take(news)
@@ -145,15 +146,18 @@ class ClusterClient:
             except PagedRayError as error:
                 for stream in self._unassigned():
                     stream.news.put_nowait(error)
-                return
+                await asyncio.sleep(_RECONNECT_SECONDS)
 
     async def _cancel(self) -> None:
         while self._to_cancel:
-            ids, self._to_cancel = self._to_cancel, []
+            requests, self._to_cancel = self._to_cancel, {}
             try:
-                await self._call("cancel", ids)
-            except PagedRayError as error:
-                logger.warning("%d abandoned requests run on: %s", len(ids), error)
+                await self._call("cancel", list(requests))
+                for request_id, group_id in requests.items():
+                    if group_id in self._leaders:
+                        await asyncio.wait_for(self._leaders[group_id].abort.remote([request_id]), CALL_TIMEOUT)
+            except (PagedRayError, ray.exceptions.RayError, TimeoutError) as error:
+                logger.warning("%d abandoned requests run on: %r", len(requests), error)
 
     async def _read(self, group_id: str, leader: ActorHandle) -> None:
         """Bring one group's tokens for as long as it lives."""
@@ -189,7 +193,8 @@ class ClusterClient:
                 else:
                     self._drop(stream)
             elif stream is None and output.finish_reason is None:
-                self._abandon(output.request_id)  # its end, or the first word of it, got lost on the way
+                # Its end, or the first word of it, got lost on the way, or overtook the request itself.
+                self._abandon(output.request_id, group_id)
         for request_id, failure in frame.failures:
             self._put(request_id, failure)
 
@@ -214,8 +219,10 @@ class ClusterClient:
         self._leaders.update(assignments.groups)
         for request_id, group_id in assignments.assigned:
             stream = self._streams.get(request_id)
-            if stream is not None:
+            if stream is not None and stream.group_id in (None, group_id):
                 stream.group_id = group_id
+            elif stream is not None and stream.group_id != "none":
+                stream.news.put_nowait(group_gone())  # two have it, by a scheduler that began anew: neither goes on
         for request_id, error in assignments.failed:
             self._put(request_id, error)
         for group_id in self._leaders.keys() & {s.group_id for s in self._streams.values()}:
@@ -228,9 +235,8 @@ class ClusterClient:
         if stream is not None:
             stream.news.put_nowait(news)
 
-    def _abandon(self, request_id: str) -> None:
-        if request_id not in self._to_cancel:
-            self._to_cancel.append(request_id)
+    def _abandon(self, request_id: str, group_id: str | None = None) -> None:
+        self._to_cancel.setdefault(request_id, group_id)
         self._canceller = self._running(self._canceller, self._cancel)
 
     def _restart_scheduler(self) -> None:

@@ -447,34 +447,6 @@ class _DeploymentOptions(_Section):
         raise ValueError('must be an integer of at least 1, or "auto"')
 
 
-# vLLM's engine settings that change nothing here: name → the values that may be taken so (None: any), and why.
-_VLLM: dict[str, tuple[tuple[Any, ...] | None, str]] = {
-    "swap_space": (None, "blocks are not swapped; a preempted sequence is computed again"),
-    "cpu_offload_gb": ((0,), "weights are not offloaded"),
-    "compilation_config": (None, "models are not compiled"),
-    "max_seq_len_to_capture": (None, "the CUDA graphs of decode hold for any length"),
-    "disable_custom_all_reduce": (
-        None,
-        "ranks of a host reduce through shared memory, others by gloo, GPUs by NCCL",
-    ),
-    "distributed_executor_backend": (("ray", "mp", "uni"), "Ray places the worker groups"),
-    "data_parallel_size": ((1,), "deployment_config.num_replicas says how many copies run"),
-    "max_parallel_loading_workers": (None, "weights are memory-mapped"),
-    "use_tqdm_on_load": (None, "a progress bar is shown on a terminal"),
-    "disable_log_requests": (None, "requests are not logged"),
-    "enable_log_requests": ((False,), "requests are not logged"),
-    "disable_log_stats": (None, "/metrics has the figures"),
-    "trust_remote_code": (None, "no code from a checkpoint is run, and a model that needs some is refused"),
-    "enable_chunked_prefill": ((True,), "prefill is always chunked"),
-    "scheduling_policy": (("fcfs", "priority"), "requests go by arrival + priority x 10 s"),
-    "preemption_mode": (("recompute",), "a preempted sequence is computed again"),
-    "load_format": (("auto", "safetensors", "gguf"), "the format is read from the files"),
-    "task": (("auto", "generate"), "models generate"),
-    "runner": (("auto", "generate"), "models generate"),
-    "enable_lora": ((False,), "adapters are not supported yet"),
-    "enable_auto_tool_choice": ((True,), "models that can call tools may always do so"),
-}
-
 S = TypeVar("S", bound=_Section)
 
 
@@ -541,7 +513,9 @@ def _model(section: _LLMConfig, path: str) -> ModelDeployment:
         raise ConfigError(f"{path}.llm_engine must be left out (PagedRay runs its own), not {section.llm_engine!r}")
     _read(_Experimental, section.experimental_configs, f"{path}.experimental_configs")
 
-    kwargs = _engine_kwargs(section.engine_kwargs, f"{path}.engine_kwargs")
+    kwargs = dict(section.engine_kwargs)
+    if "model" in kwargs:
+        raise ConfigError(f"{path}.engine_kwargs.model is not a setting: say model_loading_config.model_source")
     token = kwargs.pop("hf_token", None)
     if not isinstance(token, str | None):
         raise ConfigError(f"{path}.engine_kwargs.hf_token must be a string")
@@ -727,28 +701,6 @@ def _demo_source(model_id: str, path: str) -> str | None:
             f"{path}: the demo model is not on this machine; python -m pagedray.cluster.demo_model gets it"
         )
     return str(found)
-
-
-def _engine_kwargs(raw: dict[str, Any], path: str) -> dict[str, Any]:
-    """Drop, with one logged line each, the settings of vLLM that change nothing here."""
-    kept: dict[str, Any] = {}
-    for key, value in raw.items():
-        if key == "model":
-            raise ConfigError(f"{path}.model is not a setting: say model_loading_config.model_source")
-        if key not in _VLLM:
-            kept[key] = value
-            continue
-        allowed, why = _VLLM[key]
-        # `1 == True` in Python: compare the types too
-        if (
-            value is not None
-            and allowed is not None
-            and not any(value == a and type(value) is type(a) for a in allowed)
-        ):
-            right = " or ".join(repr(a) for a in allowed)
-            raise ConfigError(f"{path}.{key} must be {right} or left out ({why}), not {value!r}")
-        logger.info("%s.%s changes nothing here: %s", path, key, why)
-    return kept
 
 
 def _bundles(raw: dict[str, Any] | None, size: int, path: str) -> list[dict[str, float]]:

@@ -42,6 +42,7 @@ _POLL_SECONDS = 2.0
 _WATCH_SECONDS = 1.0
 _SHORTEST_WAIT = 0.001  # seconds between decisions that nothing but time has caused
 _KEEP_NEWS_SECONDS = 60.0  # for an ingress that does not ask
+_DEAF_SECONDS = 20.0  # of an ingress with requests here, which asks every two seconds
 _HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives the node where GCS and Serve's controller are
 FORGOTTEN_SECONDS = 30.0  # ingresses and groups call every two seconds; after this long without, it ends itself
 SILENCE_SECONDS = 10.0  # a group reports twice a second; after this long without, it is taken for dead
@@ -113,6 +114,7 @@ class GroupReport:
     served: tuple[tuple[str, int], ...] = ()  # tenant, tokens made for it since the last report
     fetches: tuple[FetchOutcome, ...] = ()  # that have ended since the last report
     times: GroupTimes | None = None  # where they are news
+    used: tuple[tuple[str, str, int], ...] = ()  # tenant, request id, and the tokens it took, of what has finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ class StoreReport:
 @dataclass(frozen=True, slots=True)
 class StoreAnswer:
     known: bool  # False: something is missing, send everything
-    num_groups: int  # that publish there
+    groups: tuple[str, ...]  # that publish there
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,7 +385,7 @@ class GlobalScheduler:
     async def fail_model(self, model: str, reason: str, final: bool, num_tries: int) -> None:
         """A group could not start; see `Dispatcher.fail_model`."""
         logger.error("a group of %s could not start: %s", model, reason)
-        for request_id, error in self.dispatcher.fail_model(model, reason, final, num_tries):
+        for request_id, error in self.dispatcher.fail_model(model, reason, final, num_tries, time.monotonic()):
             self._refuse(request_id, error)
 
     async def leave(self, notice_seconds: float) -> None:
@@ -440,11 +442,15 @@ class GlobalScheduler:
             self._tasks.spawn(self._call_leader(report.group_id, "send_snapshot", None))
         for ended in report.fetches:
             self._fetched(report.group_id, ended)
+        for used in report.used:
+            self.dispatcher.settle(*used)
         for tenant, tokens in report.served:
             self.dispatcher.served(self.groups[report.group_id].model, tenant, tokens)
-        for request_id in report.finished:
+        # Not what another group has now: a scheduler that began anew may have sent it there.
+        finished = [r for r in report.finished if self.dispatcher.group_of(r) in (None, report.group_id)]
+        for request_id in finished:
             self._gone(request_id)
-        self.dispatcher.finished(report.finished, time.monotonic())
+        self.dispatcher.finished(finished, time.monotonic())
         if report.load is not None:
             self.dispatcher.report(report.group_id, report.load, time.monotonic())
         self._dispatch()
@@ -459,16 +465,16 @@ class GlobalScheduler:
 
     async def report_store(self, report: StoreReport) -> StoreAnswer:
         """What a node's KV store has."""
-        num_groups = sum(info.capacity.node == report.node_id for info in self.groups.values())
+        groups = tuple(g for g, info in self.groups.items() if info.capacity.node == report.node_id)
         sources = self.dispatcher.sources
         if report.node_id not in sources:
             if report.blocks is None or not report.blocks.snapshot:
-                return StoreAnswer(False, num_groups)
+                return StoreAnswer(False, groups)
             sources.add(report.node_id, report.node_id)
         self.stores[report.node_id] = report.stats
         self.store_heard[report.node_id] = time.monotonic()
         known = report.blocks is None or self.dispatcher.block_events(report.node_id, report.blocks)
-        return StoreAnswer(known, num_groups)
+        return StoreAnswer(known, groups)
 
     async def remove_store(self, node_id: str) -> None:
         """It ends, and says so."""
@@ -561,11 +567,22 @@ class GlobalScheduler:
             for ingress_id in [i for i, asked in self.last_asked.items() if now - asked > _KEEP_NEWS_SECONDS]:
                 del self.last_asked[ingress_id]
                 self.news.pop(ingress_id, None)
+            for ingress_id in [i for i, asked in self.last_asked.items() if now - asked > _DEAF_SECONDS]:
+                self._give_up_queued(ingress_id)
             self.ingresses = {i: known for i, known in self.ingresses.items() if now - known[0] <= SILENCE_SECONDS}
             for request_id, error in self.dispatcher.expire(
                 now, self.options.max_queue_seconds, self.options.max_wake_seconds
             ):
                 self._refuse(request_id, error)
+
+    def _give_up_queued(self, ingress_id: str) -> None:
+        """An ingress that has requests here asks for news all the time; this one does not, so nobody waits for them."""
+        queued = [r for r, i in self.ingress_of.items() if i == ingress_id and self.dispatcher.group_of(r) is None]
+        if queued:
+            logger.warning("ingress %s is silent; its %d queued requests are given up", ingress_id, len(queued))
+        self._forget(queued)
+        for request_id in queued:
+            self._tell(ingress_id, request_id, error=group_gone())  # should it come again, they go on
 
     def _refuse(self, request_id: str, error: PagedRayError) -> None:
         if request_id in self.traced:

@@ -116,7 +116,7 @@ class Ingress:
         self.tenants = TenantDirectory(config.tenants)
         application = serve.get_replica_context().app_name
         schedulers = global_scheduler.connect_all(application, config.scheduler.scheduler_shards)
-        self.client = ShardedClient(schedulers, self.tenants, application)
+        self.client = ShardedClient(schedulers, self.tenants, application, self.ingress_id)
         self.cluster = ClusterStats({}, ())
         self.block_sizes: dict[str, int] = {}  # by model, as their groups have it
         self.models: dict[str, ServedModel] = {}
@@ -252,8 +252,10 @@ class Ingress:
                 await self.client.configure(self.config.scheduler, self.config.tenants, self.config.observability)
                 self._take(await self.client.stats(self._report()))
                 if self.unreadable and time.monotonic() - self._loaded_at > _RELOAD_SECONDS:
-                    missing = [m for m in self.config.models if m.model_id not in self.models]
-                    self.models |= await self._load_all(missing)
+                    config = self.config
+                    loaded = await self._load_all([m for m in config.models if m.model_id not in self.models])
+                    if config is self.config:  # else a changed document has come meanwhile, and loaded what it wants
+                        self.models |= loaded
             except Exception:
                 logger.exception("the state of the cluster could not be read")
             await asyncio.sleep(_REFRESH_SECONDS)

@@ -13,7 +13,7 @@ spill to disk, which is slower than computing.
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 PACK_SECONDS = 10.0  # for all ranks to hand out a run
 _REPORT_SECONDS = 1.0
+_FORGET_MEMBER_SECONDS = 300.0  # a group that starts has joined before the global scheduler has it
 _LEASE_GRACE_SECONDS = 5.0  # a reader that is late by so much is gone
 
 
@@ -68,6 +69,7 @@ class KVRead:
 class _Member:
     leader: ActorHandle
     packers: tuple[ActorHandle, ...]  # of the ranks whose pieces make a whole block
+    heard: float  # when the global scheduler had it last
 
 
 class KVStore:
@@ -92,7 +94,7 @@ class KVStore:
         self, group_id: str, budget: int, idle_seconds: float, leader: ActorHandle, packers: Sequence[ActorHandle]
     ) -> None:
         """A group will offer blocks. Budget and time without any group are the largest that any has asked for."""
-        self.members[group_id] = _Member(leader, tuple(packers))
+        self.members[group_id] = _Member(leader, tuple(packers), time.monotonic())
         self.runs.budget = max(self.runs.budget, budget)
         self.idle_seconds = max(self.idle_seconds, idle_seconds)
 
@@ -189,6 +191,14 @@ class KVStore:
                 member.leader.kv_dropped.remote(dropped)  # whether it lives is not ours to know
             self._news.set()
 
+    def _keep_members(self, groups: Collection[str], now: float) -> None:
+        """Forget groups that the global scheduler has not had for a while; one that is there after all joins again."""
+        for group_id, member in list(self.members.items()):
+            if group_id in groups:
+                member.heard = now
+            elif now - member.heard > _FORGET_MEMBER_SECONDS:
+                del self.members[group_id]
+
     async def _report_for_ever(self) -> None:
         """Tell the global scheduler what is here, as it changes and once a second; end when there is none any more, or
         no group here."""
@@ -209,7 +219,9 @@ class KVStore:
                 answers: list[StoreAnswer] = await asyncio.wait_for(asyncio.gather(*calls), CALL_TIMEOUT)
                 known = all(answer.known for answer in answers)
                 snapshot, last_heard = not known, time.monotonic()
-                if self.leases or any(answer.num_groups for answer in answers):
+                groups = {group_id for answer in answers for group_id in answer.groups}
+                self._keep_members(groups, last_heard)
+                if self.leases or groups:
                     last_used = last_heard
                 elif last_heard - last_used > max(self.idle_seconds, FORGOTTEN_SECONDS):
                     logger.info("the store of node %s goes: it has had no group for a while", self.node_id)

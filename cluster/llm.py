@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ..scheduler.errors import InvalidRequest
-from ..scheduler.request import Request, SamplingParams, SequenceOutput
+from ..scheduler.request import Request, SamplingParams, SequenceOutput, TokenLogprobs
 from ..workers.checkpoint.load import Progress
 from ..workers.checkpoint.locate import sampling_defaults
 from ..workers.config import EngineConfig
@@ -49,11 +49,14 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
+    """`prompt_logprobs` has None for the first token, and for the others what a choice's `logprobs` has for its own."""
+
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
     def finished(self) -> bool:
@@ -165,6 +168,8 @@ class LLM:
             for (text, token_ids), params in zip(encoded, sampling, strict=True):
                 request_id = str(next(self._request_ids))
                 result = RequestOutput(request_id, text, token_ids, [CompletionOutput(i) for i in range(params.n)])
+                if params.prompt_logprobs is not None:
+                    result.prompt_logprobs = [None]
                 results.append(result)
                 if params.seed is None:
                     params = params.clone(seed=hash((self.engine.config.seed, int(request_id))))
@@ -201,8 +206,11 @@ class _Choice:
 
     def add(self, news: SequenceOutput) -> bool:
         """Take in what the engine gained. True once the choice is finished."""
-        output = self.output
-        self.result.num_cached_tokens = max(self.result.num_cached_tokens, news.num_cached_tokens)
+        output, result = self.output, self.result
+        if news.prompt_logprobs and result.prompt_logprobs == [None]:  # the other choices have the same
+            pairs = zip(result.prompt_token_ids[1:], news.prompt_logprobs, strict=True)
+            result.prompt_logprobs += [self._by_token(token_id, logprobs) for token_id, logprobs in pairs]
+        result.num_cached_tokens = max(result.num_cached_tokens, news.num_cached_tokens)
         delta = self.detokenizer.add(news.token_ids, news.finish_reason)
         token_ids = news.token_ids[: delta.num_tokens]
         output.text += delta.text
@@ -210,11 +218,14 @@ class _Choice:
         if output.logprobs is not None and output.cumulative_logprob is not None:
             for token_id, logprobs in zip(token_ids, news.logprobs, strict=False):
                 output.cumulative_logprob += logprobs.logprob
-                values = dict(logprobs.top) | {token_id: logprobs.logprob}
-                output.logprobs.append({t: Logprob(v, self.tokenizer.token_text(t)) for t, v in values.items()})
+                output.logprobs.append(self._by_token(token_id, logprobs))
         output.finish_reason = delta.finish_reason
         output.stop_reason = delta.stop_reason if delta.stop_reason is not None else news.stop_token_id
         return delta.finish_reason is not None
+
+    def _by_token(self, token_id: int, logprobs: TokenLogprobs) -> dict[int, Logprob]:
+        values = dict(logprobs.top) | {token_id: logprobs.logprob}
+        return {t: Logprob(v, self.tokenizer.token_text(t)) for t, v in values.items()}
 
 
 def _executor(config: EngineConfig, progress: Progress) -> tuple[Executor, Callable[[], None]]:

@@ -44,6 +44,7 @@ class SchedulerLink:
         self.num_received = 0  # requests that it ever sent
         self.num_in_engine = 0  # of them, those that the engine was given
         self.finished: list[str] = []
+        self.used: deque[tuple[str, str, int]] = deque()  # as in `GroupReport`
         self.load: GroupLoad | None = None
         self.blocks: deque[BlockEvents] = deque()  # in order
         self.served: deque[tuple[str, int]] = deque()
@@ -54,9 +55,10 @@ class SchedulerLink:
         """Have it report now."""
         self._wake.set()
 
-    def ended(self, request_id: str) -> None:
+    def ended(self, request_id: str, tenant: str, num_tokens: int) -> None:
         self.request_ids.discard(request_id)
         self.finished.append(request_id)
+        self.used.append((tenant, request_id, num_tokens))
         self.wake()
 
     def take_load(self, load: GroupLoad) -> None:
@@ -96,7 +98,8 @@ class SchedulerLink:
             timed = None
             if time.monotonic() > timed_at + _REPORT_SECONDS:  # not in each of the many reports of a busy group
                 timed_at, timed = time.monotonic(), times()
-            report = GroupReport(group_id, tuple(finished), stats(), self.load, blocks, served, fetches, timed)
+            used = _drain(self.used)
+            report = GroupReport(group_id, tuple(finished), stats(), self.load, blocks, served, fetches, timed, used)
             try:
                 known: bool = await asyncio.wait_for(self.scheduler.report.remote(report), CALL_TIMEOUT)
                 if not known:

@@ -24,8 +24,14 @@ from .metrics.reports import IngressReport
 class ShardedClient:
     """Implements `openai.engine_client.EngineClient` over the `ClusterClient` of each global scheduler."""
 
-    def __init__(self, schedulers: Sequence[ActorHandle], directory: TenantDirectory, application: str = ""):
-        self.clients = [ClusterClient(s, application, shard) for shard, s in enumerate(schedulers)]
+    def __init__(
+        self, schedulers: Sequence[ActorHandle], directory: TenantDirectory, application: str = "", name: str = ""
+    ):
+        """`name` is the ingress's, as logs have it; a client's follows from it, since groups know clients apart."""
+        self.clients = [
+            ClusterClient(s, application, shard, f"{name}.{shard}" if name and shard else name)
+            for shard, s in enumerate(schedulers)
+        ]
         self.directory = directory
         # A tenant that has limits is known to one of them.
         self.rate_limits: Mapping[str, RateLimits] = ChainMap(*[c.rate_limits for c in self.clients])

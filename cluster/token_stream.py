@@ -28,6 +28,7 @@ from .tasks import Tasks
 
 BEAT_SECONDS = 2.0
 SILENCE_SECONDS = 12.0
+_KEEP_SECONDS = 60.0
 _GREETING_SECONDS = 5.0  # for a connection to show its ticket
 _MAX_FRAME = 64 << 20  # bytes
 _MAX_UNSENT = 64 << 20  # bytes that wait for an ingress that does not read
@@ -240,6 +241,12 @@ class TokenServer:
         if ingress_id not in self._outboxes:
             self._outboxes[ingress_id] = Outbox(self._loop, lambda: self._on_broken(ingress_id))
         return self._outboxes[ingress_id]
+
+    def keep(self, ingress_id: str, frame: TokenFrame) -> None:
+        """For an ingress that has fallen silent, for a minute."""
+        outbox = self.outbox(ingress_id)
+        outbox.last_heard += _KEEP_SECONDS
+        outbox.send(frame)
 
     def beat(self) -> None:
         """To be called about every second."""

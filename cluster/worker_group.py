@@ -381,9 +381,8 @@ class Leader:
             self._fail(request_id, GroupLost("the worker group that held this request failed; send it again"))
 
     def _ended(self, request_id: str) -> None:
-        ingress_id, _ = self.requests.pop(request_id, (None, None))
-        self.clock.ended(request_id)
-        if ingress_id is not None:
+        if request_id in self.requests:
+            ingress_id, _ = self.requests[request_id]
             self.tokens.outbox(ingress_id).request_ids.discard(request_id)
             self._tell_ended(request_id)
 
@@ -394,15 +393,20 @@ class Leader:
     def _ingress_lost(self, ingress_id: str) -> None:
         """Its connection broke. It takes its sequences here for lost; should it come again, it is told the same."""
         request_ids = tuple(self.tokens.outbox(ingress_id).request_ids)
+        if request_ids:
+            logger.warning("ingress %s: its connection broke; %d sequences end here", ingress_id, len(request_ids))
         self._break_off(request_ids, GroupLost("the connection to the worker group broke; send the request again"))
 
     def _ingress_gone(self, ingress_id: str, request_ids: Sequence[str]) -> None:
+        if not request_ids:
+            return
         logger.warning("ingress %s is gone; aborting its %d sequences", ingress_id, len(request_ids))
         for request_id in request_ids:
-            self.clock.ended(request_id)
-            if self.requests.pop(request_id, None) is not None:
-                self._tell_ended(request_id)
+            self._tell_ended(request_id)
         self._inbox.put(lambda: self._abort_in_engine(request_ids))
+        # It may only have been held up, and hear of its first sequences here when it comes.
+        gone = GroupLost("the worker group heard nothing of the ingress; send the request again")
+        self.tokens.keep(ingress_id, TokenFrame((), tuple((request_id, gone) for request_id in request_ids)))
 
     async def _leave(self, seconds: float) -> None:
         await self.drain(seconds)
@@ -437,10 +441,15 @@ class Leader:
             link.fetches.extend(outcomes)
 
     def _tell_ended(self, request_id: str) -> None:
+        _, request = self.requests.pop(request_id, (None, None))
+        num_tokens = self.clock.ended(request_id)
+        if request is None:
+            return
+        num_tokens += 0 if request.attempt else len(request.prompt_token_ids)
         self._take_fetches()  # those that it waited for are told no later than its end
         for link in self.links:
             if request_id in link.request_ids:
-                link.ended(request_id)
+                link.ended(request_id, request.tenant, num_tokens)
 
     def _report(self) -> None:
         """What the engine's thread has put down is told now."""

@@ -9,6 +9,7 @@ All of it is plain Python driven by an explicit clock (`now`, in seconds), so th
 the same decisions.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -22,6 +23,8 @@ from .placement import Choice, Group, GroupCapacity, GroupLoad, Match, Placement
 from .prefix_index import BlockEvents, PrefixIndex
 from .request import Request
 from .tenants import PRIORITY_CLASSES, Quotas, RateLimits, Tenant, TenantDirectory
+
+_HOPELESS_SECONDS = 60.0  # that a model which cannot start, and could before, is not asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,7 @@ class _Pool:
     placement: Placement
     meter: DemandMeter = field(default_factory=DemandMeter)
     failure: str | None = None  # why no group of this model can start
+    hopeless_until: float = math.inf  # what has served before may start once what kept it has passed
     num_failed: int = 0  # starts in a row
     queued_seconds: float = 0.0  # of prefill that waits
     in_flight: dict[str, tuple[int, float]] = field(default_factory=dict)  # tenant → requests at groups, weight
@@ -298,7 +302,7 @@ class Dispatcher:
         tenant = self.quotas.directory.get(request.tenant)
         tenant.check_model(request.model)
         pool = self._pool(request.model)
-        if pool.failure is not None and not pool.placement.num_open:
+        if pool.failure is not None and not pool.placement.num_open and now < pool.hopeless_until:
             raise _cannot_start(request.model, pool.failure)
         resumed = request.attempt > 0
         if not resumed and len(pool.queue) >= self.max_queued_requests:
@@ -307,10 +311,8 @@ class Dispatcher:
         entry = self._entry(request, tenant, now)
         if pool.placement.num_open:
             self._reckon(entry, pool, now)
-        if resumed:
-            self.quotas.readmit(tenant)
-        else:
-            self.quotas.admit(tenant, len(request.prompt_token_ids) + (request.sampling.max_tokens or 0), now)
+        admit = self.quotas.readmit if resumed else self.quotas.admit
+        admit(tenant, request.request_id, _charge(request, tenant, pool), now)
         self._entries[request.request_id] = entry
         pool.queue.push(tenant.name, tenant.weight, entry.key, entry, PRIORITY_CLASSES[tenant.priority_class])
         pool.queued_seconds += entry.seconds
@@ -363,6 +365,7 @@ class Dispatcher:
         meter.busy_at = max(now, meter.busy_at or now)
         if entry.group_id is None:
             self._dequeue(entry)
+            self.quotas.settle(entry.tenant, request_id, 0)
         else:
             pool = self._groups[entry.group_id]
             pool.count(entry.tenant, -1)
@@ -398,6 +401,10 @@ class Dispatcher:
         """Groups report what they are done with."""
         for request_id in request_ids:
             self.cancel(request_id, now)
+
+    def settle(self, tenant: str, request_id: str, num_tokens: int) -> None:
+        """What a request took at its group, told once it has ended there, by whatever way."""
+        self.quotas.settle(self.quotas.directory.get(tenant), request_id, num_tokens)
 
     # -- decisions ----------------------------------------------------------------------------------------------------
 
@@ -494,20 +501,21 @@ class Dispatcher:
         )
 
     def fail_model(
-        self, model: str, reason: str, final: bool = True, num_tries: int = 1
+        self, model: str, reason: str, final: bool = True, num_tries: int = 1, now: float = 0.0
     ) -> list[tuple[str, PagedRayError]]:
         """A group of a model could not start. Returns the requests that waited for one and shall wait no longer.
 
         That is so where the reason is `final`, which trying again would not change, or where the model has never
         served and has failed `num_tries` times, after which nobody tries again. Others are refused at once then, until
-        a group comes after all. A model that has groups keeps its requests.
+        a group comes after all, or, where the model has served, for a minute: what it lacks may be there again, and
+        one that sleeps is only woken by a request. A model that has groups keeps its requests.
         """
         pool = self._pool(model)
         pool.num_failed += 1
         given_up = final or (not pool.meter.has_served and pool.num_failed >= num_tries)
         if pool.placement.num_open or not given_up:
             return []
-        pool.failure = reason
+        pool.failure, pool.hopeless_until = reason, now + _HOPELESS_SECONDS if pool.meter.has_served else math.inf
         failed = [e.request.request_id for e in pool.queue.items()]
         for request_id in failed:
             self.cancel(request_id)
@@ -588,6 +596,18 @@ class Dispatcher:
             assert self.quotas.counts(tenant) == tuple(count), f"{tenant}: {count} requests, other ones in the books"
 
 
+def _charge(request: Request, tenant: Tenant, pool: _Pool) -> int:
+    """Tokens that a request counts as until it has ended: prompt and `max_tokens`; of one that is resumed, the rest.
+
+    Where `max_tokens` is left out it counts as the usual answer, for few take all that the context has room for.
+    """
+    if tenant.tokens_per_minute is None:
+        return 0
+    output = request.sampling.max_tokens or round(pool.placement.mean_output)
+    num_prompt = 0 if request.attempt else len(request.prompt_token_ids)
+    return num_prompt + max(0, output - len(request.output_token_ids))
+
+
 def _as_sent(entry: _Entry, urgent: bool, choice: Choice) -> Request:
     """The request as its group gets it: what to fetch, whether to hand it over, its priority within the class, and a
     level better for a tenant that has less than its share. So its group, too, computes it first: it waits for nobody
@@ -603,5 +623,6 @@ def _cannot_start(model: str, reason: str) -> EngineDead:
 
 
 def _too_late(seconds: float, target: float) -> DeadlineUnmeetable:
-    message = f"the first token would come after about {seconds:.2f} s; ttft_target is {target:g} s"
-    return DeadlineUnmeetable(message, max(1.0, seconds - target))
+    when = f"after about {seconds:.2f} s" if seconds < math.inf else "too late, for no group has room"
+    message = f"the first token would come {when}; ttft_target is {target:g} s"
+    return DeadlineUnmeetable(message, min(60.0, max(1.0, seconds - target)))

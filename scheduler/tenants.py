@@ -2,7 +2,6 @@
 
 import hashlib
 import hmac
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -34,7 +33,7 @@ class Tenant:
     weight: float = 1.0  # share of the service while tenants compete
     max_concurrent_requests: int | None = None
     requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None  # prompt and `max_tokens` of what is admitted
+    tokens_per_minute: int | None = None  # of what is admitted: as it may take, and once it has ended as it took
     max_queued_requests: int | None = None
     models: tuple[str, ...] = ()
     priority_class: str = "standard"
@@ -148,34 +147,43 @@ class RateLimits:
 
 
 class _Window:
-    """Amounts of the last minute, to the entry. In no 60 seconds, wherever they begin, does more than `limit` pass."""
+    """Amounts of the last minute, by request. In no 60 seconds, wherever they begin, does more than `limit` pass."""
 
     __slots__ = ("limit", "used", "_entries")
 
     def __init__(self, limit: int):
         self.limit = limit
         self.used = 0
-        self._entries: deque[tuple[float, int]] = deque()
+        self._entries: dict[str, tuple[float, int]] = {}  # request id → when, how much; oldest first
 
     def forget(self, now: float) -> None:
-        while self._entries and self._entries[0][0] <= now - _MINUTE:
-            self.used -= self._entries.popleft()[1]
+        while self._entries and self._entries[first := next(iter(self._entries))][0] <= now - _MINUTE:
+            self.used -= self._entries.pop(first)[1]
 
-    def add(self, now: float, amount: int) -> None:
-        self._entries.append((now, amount))
+    def add(self, now: float, request_id: str, amount: int) -> None:
+        _, before = self._entries.pop(request_id, (now, 0))  # an id that comes again
+        self._entries[request_id] = now, before + amount
         self.used += amount
 
+    def settle(self, request_id: str, amount: int) -> None:
+        """It turned out to be so much, if it is in the books still."""
+        if request_id in self._entries:
+            at, before = self._entries[request_id]
+            self._entries[request_id] = at, amount
+            self.used += amount - before
+
     def seconds_until(self, now: float, amount: int) -> float:
-        """How long until `amount` fits. What could never fit waits a minute, too: its limit is too low for it."""
+        """How long until `amount`, which is not over the limit, fits; less where something is settled until then."""
         excess, wait = self.used + amount - self.limit, 0.0
-        for at, entry in self._entries:
+        for at, entry in self._entries.values():
             if excess <= 0:
                 break
             excess, wait = excess - entry, at + _MINUTE - now
-        return wait if excess <= 0 else _MINUTE
+        return wait
 
     def check_integrity(self) -> None:
-        assert self.used == sum(amount for _, amount in self._entries)
+        entries = list(self._entries.values())
+        assert self.used == sum(amount for _, amount in entries) and entries == sorted(entries, key=lambda e: e[0])
 
 
 @dataclass(slots=True)
@@ -188,7 +196,7 @@ class _Account:
 
 @dataclass(slots=True)
 class Quotas:
-    """What each tenant has used. Ask `admit` first; then tell of each request's way: dispatched, ended."""
+    """What each tenant has used. Ask `admit` first; then tell of each request's way: dispatched, ended, settled."""
 
     directory: TenantDirectory
     _accounts: dict[str, _Account] = field(default_factory=dict)
@@ -201,12 +209,15 @@ class Quotas:
             self._accounts[tenant.name] = account
         return account
 
-    def admit(self, tenant: Tenant, num_tokens: int, now: float) -> None:
-        """Take one request of so many tokens (prompt and `max_tokens`) into the books, or raise `RateLimited`.
+    def admit(self, tenant: Tenant, request_id: str, num_tokens: int, now: float) -> None:
+        """Take one request that may take so many tokens into the books, or raise `RateLimited`.
 
+        More than the limit on tokens counts as the limit: such a request waits until nothing else is in the books.
         A refused request leaves no trace: it does not count against the limits.
         """
         account = self._account(tenant)
+        if account.tokens:
+            num_tokens = min(num_tokens, account.tokens.limit)
         waits: list[tuple[float, str]] = []
         for window, amount, what in (
             (account.requests, 1, "requests per minute"),
@@ -228,15 +239,16 @@ class Quotas:
                 message = f"Limit of {limit} {what} reached; try again when one has ended"
                 raise RateLimited(message, 1.0)
         if account.requests:
-            account.requests.add(now, 1)
-        if account.tokens:
-            account.tokens.add(now, num_tokens)
-        account.num_concurrent += 1
-        account.num_queued += 1
+            account.requests.add(now, request_id, 1)
+        self.readmit(tenant, request_id, num_tokens, now)
 
-    def readmit(self, tenant: Tenant) -> None:
-        """A request whose group was lost queues again: it was admitted, so no limit holds it up."""
+    def readmit(self, tenant: Tenant, request_id: str, num_tokens: int, now: float) -> None:
+        """A request whose group was lost, or hands it over, queues again, and may take so many tokens more: it was
+        admitted, so no limit holds it up."""
         account = self._account(tenant)
+        if account.tokens:
+            account.tokens.forget(now)
+            account.tokens.add(now, request_id, num_tokens)
         account.num_concurrent += 1
         account.num_queued += 1
 
@@ -251,6 +263,12 @@ class Quotas:
         account = self._account(tenant)
         account.num_concurrent -= 1
         account.num_queued -= was_queued
+
+    def settle(self, tenant: Tenant, request_id: str, num_tokens: int) -> None:
+        """What a request took in the end. It may be told after `ended`; a minute after `admit` it changes nothing."""
+        account = self._account(tenant)
+        if account.tokens:
+            account.tokens.settle(request_id, num_tokens)
 
     def replace(self, directory: TenantDirectory) -> None:
         """Another config: limits change, what is used stays."""

@@ -26,9 +26,12 @@ from .kv_piece import KVPiece, common
 from .partition import Range, Shard, whole_model
 
 
-def fingerprint(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> str:
-    """Equal for ranks whose blocks mean the same, however the model is split."""
-    text = repr((config.model, config.quantization, config.kv_cache_dtype, config.block_size, model, str(dtype)))
+def fingerprint(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, weights: str) -> str:
+    """Equal for ranks whose blocks mean the same, however the model is split. `weights` tells those of one model from
+    those of its next version at the same place.
+    """
+    kept = config.kv_cache_dtype, config.block_size
+    text = repr((config.model, weights, config.quantization, kept, model, str(dtype)))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

@@ -10,7 +10,7 @@ from ..kernels import ops
 from ..scheduler.errors import ConfigError
 from ..scheduler.plan import StepPlan, StepResult
 from . import cuda, kv_cache
-from .checkpoint.load import Checkpoint, Progress, load_weights, open_checkpoint
+from .checkpoint.load import Checkpoint, Progress, digest, load_weights, open_checkpoint
 from .config import EngineConfig, ModelConfig
 from .kv_transfer import KVPort, fingerprint
 from .model_runner import ModelRunner
@@ -84,6 +84,7 @@ class Worker:
         )
         if self._model is None:
             self._weights = load_weights(checkpoint, self.dtype, progress, self.shard, quantization)
+        self._fingerprint = fingerprint(config, self.model_config, self.dtype, digest(checkpoint))
 
     def _format(self) -> str | None:
         """What linear layers are rounded to once they are loaded, where the kernels of this device compute in that."""
@@ -149,9 +150,7 @@ class Worker:
             self.model_config, num_blocks, self.config.block_size, self.cache_dtype, self.shard, self.device
         )
         ends = self.model_config.eos_token_ids
-        self.kv_port = KVPort(
-            caches, fingerprint(self.config, self.model_config, self.dtype), self.model_config, self.shard
-        )
+        self.kv_port = KVPort(caches, self._fingerprint, self.model_config, self.shard)
         self.runner = ModelRunner(model, caches, self.config.block_size, ends, self.grammars, group)
         if self.device.type == "cuda" and not self.config.enforce_eager:
             self.runner.graphs = self._graphs()

@@ -58,17 +58,23 @@ class GroupClock:
             if output.finish_reason:
                 self._decode.observe(now - underway.first)
 
-    def ended(self, request_id: str) -> None:
-        """A request has ended, however. Its spans are sent now, when nobody waits for anything."""
+    def ended(self, request_id: str) -> int:
+        """A request has ended, however. Its spans are sent now, when nobody waits for anything.
+
+        Returns how many tokens were made for it.
+        """
         underway = self._underway.pop(request_id, None)
-        if underway is None or not underway.request.traceparent:
-            return
+        if underway is None:
+            return 0
+        if not underway.request.traceparent:
+            return underway.num_tokens
         parent, end = underway.request.traceparent, now_ns()
         attributes: dict[str, Any] = {"pagedray.group": self.group_id, "pagedray.request_id": request_id}
         self.tracing.record("prefill", parent, underway.came_ns, underway.first_ns or end, attributes)
         if underway.first_ns:
             tokens = {"gen_ai.usage.output_tokens": underway.num_tokens}
             self.tracing.record("decode", parent, underway.first_ns, end, attributes | tokens)
+        return underway.num_tokens
 
     def times(self) -> GroupTimes:
         return GroupTimes(

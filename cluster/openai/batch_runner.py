@@ -149,11 +149,15 @@ class _Run:
                 errors, total = [_error("file_missing", "the input file is not there any more", None)], 0
             if not allowed:
                 errors = [_error("no_such_tenant", "who made the batch may not call any more", None)]
-            if errors:
+            if errors and not batch.in_progress_at:
                 await self._save(status="failed", errors=tuple(errors), failed_at=_now())
                 await asyncio.to_thread(store.clean, self.batch)
                 return
             await asyncio.to_thread(self._take_up)
+            if errors:  # what has been answered by then is the tenant's
+                await self._save(errors=tuple(errors))
+                await self._finalize("failed")
+                return
             await self._save(
                 status="in_progress",
                 total=total,
@@ -340,7 +344,11 @@ class _Run:
         why = {"code": "batch_expired", "message": "the completion window was over before this request was answered"}
         files = self.store.files
         count = 0
-        with files.path(self.batch.tenant, self.batch.input_file_id).open("rb") as file:
+        try:
+            path = files.path(self.batch.tenant, self.batch.input_file_id)
+        except NoSuchObject:
+            return  # they were in it
+        with path.open("rb") as file:
             for _, line in self._lines(file):
                 custom_id = _envelope(line, self.batch.endpoint, self.runner.max_line_bytes)["custom_id"]
                 if custom_id not in self.done:

@@ -51,6 +51,9 @@ def served(monkeypatch):
         ("serve org/a --num-gpu-blocks-override 0", "--num-gpu-blocks-override must be an integer"),
         ("serve org/a --kv-cache-memory lots", "--kv-cache-memory must be a size"),
         ("serve org/a --dtype int8", "--dtype must be one of"),
+        ("serve org/a --cpu-offload-gb 4", "--cpu-offload-gb must be 0 or left out (weights are not offloaded), not 4"),
+        ("serve org/a --no-enable-chunked-prefill", "--enable-chunked-prefill must be True or left out"),
+        ("generate org/a --prompt x --load-format dummy", "--load-format must be 'auto' or 'safetensors' or 'gguf'"),
         ("serve org/a --num-replicas 0", "num_replicas must be an integer of at least 1"),
         ("serve org/a --port 70000", "cannot listen on 127.0.0.1:70000"),
         ("serve none.yaml", "none.yaml: No such file"),
@@ -121,6 +124,16 @@ def test_flags_become_arguments(served, capsys):
         "scheduler": {"max_queued_requests": 9},
         "files": {"path": "/a/b"},
     }
+
+
+def test_vllms_flags_that_change_nothing_are_taken_with_a_line(served, capsys):
+    given = {"--swap-space": ["4"], "--compilation-config": ['{"level": 3}'], "--distributed-executor-backend": ["ray"]}
+    given |= {"--enable-chunked-prefill": [], "--enable-auto-tool-choice": [], "--trust-remote-code": []}
+    argv = [part for flag, value in given.items() for part in (flag, *value)]
+    status, _, err = run(capsys, "serve", *argv, "org/a", "--no-use-tqdm-on-load", "--block-size=32")
+    assert status == 0 and served[0][0]["llm_configs"][0]["engine_kwargs"] == {"block_size": 32}
+    for flag in (*given, "--use-tqdm-on-load"):
+        assert err.count(f"pagedray: {flag} changes nothing here: ") == 1
 
 
 def test_a_degree_that_cannot_work_is_refused_before_anything_starts(served, capsys, tiny_llama, tmp_path):

@@ -12,7 +12,7 @@ from pagedray.cluster import cluster_client, global_scheduler
 from pagedray.cluster.channel import ChannelServer
 from pagedray.cluster.cluster_client import ClusterClient
 from pagedray.cluster.config import SchedulerOptions
-from pagedray.cluster.global_scheduler import SILENCE_SECONDS, GlobalScheduler, GroupInfo, GroupReport
+from pagedray.cluster.global_scheduler import SILENCE_SECONDS, Assignments, GlobalScheduler, GroupInfo, GroupReport
 from pagedray.cluster.sharded_client import ShardedClient
 from pagedray.cluster.token_stream import TokenFrame, TokenServer
 from pagedray.scheduler.errors import EngineDead, GroupLost, InvalidRequest, Overloaded, RateLimited, ReaderTooSlow
@@ -408,6 +408,81 @@ def test_running_streams_do_not_notice_the_scheduler_restart():
         await until(lambda: cluster.assigned() == 1)
         cluster.restart_scheduler()
         assert await answer == list(range(200))[::-1]
+
+    run(test)
+
+
+def test_a_group_that_is_given_up_before_it_had_a_request_is_heard_of():
+    async def test():
+        cluster = Cluster()
+        await cluster.add_group(FakeLeader(hold=True))
+        answer = asyncio.create_task(collect(cluster.client, request("r")))
+        await until(lambda: cluster.assigned() == 1)
+        await cluster.scheduler.remove_group("g1", "unanswering")  # its connection to us is as it was
+        with pytest.raises(GroupLost):
+            await asyncio.wait_for(answer, 5)
+
+    run(test)
+
+
+def test_a_sequence_that_nobody_has_is_aborted_at_its_group():
+    async def test():
+        cluster = Cluster()
+        leader = FakeLeader()
+        await cluster.add_group(leader)
+        assert await collect(cluster.client, request("r")) == [3, 2, 1]
+        leader.tokens.outbox(cluster.client.ingress_id).send(TokenFrame((SequenceOutput("stray", (1,)),)))
+        await until(lambda: "stray" in leader.aborted)
+
+    run(test)
+
+
+def test_a_sequence_that_two_groups_have_goes_on_as_another():
+    async def test():
+        cluster = Cluster()
+        await cluster.add_group(FakeLeader(hold=True))
+        answer = asyncio.create_task(collect(cluster.client, request("r")))
+        await until(lambda: cluster.assigned() == 1)
+        cluster.client._take(Assignments("another scheduler", 1, (("r", "g2"),), (), ()))
+        with pytest.raises(GroupLost):
+            await answer
+        await until(lambda: not cluster.scheduler.ingress_of)
+
+    run(test)
+
+
+def test_what_another_group_has_now_is_not_finished_by_the_first():
+    async def test():
+        cluster = Cluster()
+        await cluster.add_group(FakeLeader(hold=True))
+        answer = asyncio.create_task(collect(cluster.client, request("r")))
+        await until(lambda: cluster.assigned() == 1)
+        await cluster.add_group(FakeLeader(hold=True), "g2")
+        await cluster.scheduler.report(GroupReport("g2", ("r",), None))
+        assert await cluster.scheduler.num_unfinished() == 1
+        await cluster.scheduler.report(GroupReport("g1", ("r",), None))
+        assert await cluster.scheduler.num_unfinished() == 0
+        answer.cancel()
+
+    run(test)
+
+
+def test_what_waits_for_an_ingress_that_is_gone_is_given_up(monkeypatch):
+    monkeypatch.setattr(global_scheduler, "_DEAF_SECONDS", 0.1)
+
+    async def test():
+        cluster = Cluster()
+        answer = asyncio.create_task(collect(cluster.client, request("r")))
+        await until(lambda: cluster.client._waiter)
+        cluster.client._waiter.cancel()  # it is held up, or dead
+        watch = asyncio.create_task(cluster.scheduler._watch_for_ever())
+        await until(lambda: not cluster.scheduler.ingress_of)
+        assert cluster.scheduler.dispatcher.num_queued() == {}
+        watch.cancel()
+        await cluster.add_group(FakeLeader())
+        assert await collect(cluster.client, request("another")) == [3, 2, 1]
+        with pytest.raises(GroupLost):  # should it live: the resumption sends it again
+            await answer
 
     run(test)
 

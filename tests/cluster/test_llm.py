@@ -89,7 +89,7 @@ def random_letters(llm, **changes):
 
 
 def test_the_call_of_the_readme(folder, capsys):
-    llm = LLM(model=str(folder), tensor_parallel_size=1)
+    llm = LLM(model=str(folder), tensor_parallel_size=1, trust_remote_code=True)
     outputs = llm.generate(["Hello, my name is"], SamplingParams(temperature=0.7, max_tokens=50))
     (output,) = outputs
     assert output.prompt == "Hello, my name is" and output.finished
@@ -282,6 +282,21 @@ def test_logprobs_stop_with_the_tokens(generate, llm):
     text = generate("dawn", params)[0].outputs[0].text
     (choice,) = generate("dawn", params.clone(stop=text[7:10]))[0].outputs
     assert len(choice.logprobs) == len(choice.token_ids) == text.index(text[7:10]) + 3
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_logprobs_of_the_prompt(generate, llm, n):
+    params = SamplingParams(temperature=1.5, seed=1, max_tokens=4, prompt_logprobs=3, n=n)
+    asked, single, plain = generate(["the ships", "a", "a"], [params, params, GREEDY])
+    assert len(asked.prompt_logprobs) == len(asked.prompt_token_ids) > 2 and asked.prompt_logprobs[0] is None
+    for position, token_id in zip(asked.prompt_logprobs[1:], asked.prompt_token_ids[1:], strict=True):
+        values = [entry.logprob for entry in position.values()]
+        assert token_id in position and 3 <= len(position) <= 4 and values[:3] == sorted(values, reverse=True)[:3]
+    (as_generated,) = generate([asked.prompt_token_ids[:-1]], GREEDY.clone(max_tokens=1, logprobs=3))[0].outputs
+    last = asked.prompt_logprobs[-1]
+    assert as_generated.logprobs[0].keys() <= last.keys()
+    assert all(entry.logprob == pytest.approx(last[t].logprob) for t, entry in as_generated.logprobs[0].items())
+    assert single.prompt_logprobs == [None] and plain.prompt_logprobs is None
 
 
 # -- chat -------------------------------------------------------------------------------------------------------------

@@ -258,8 +258,7 @@ def test_a_group_times_requests_and_forgets_those_that_end():
     times = clock.times()
     assert sum(times.step_seconds.counts) == 3 and times.step_tokens.total == 111
     assert sum(times.prefill_seconds.counts) == sum(times.decode_seconds.counts) == 1
-    for request_id in ("r1", "r2", "r2"):
-        clock.ended(request_id)
+    assert [clock.ended(request_id) for request_id in ("r1", "r2", "r2")] == [2, 0, 0]
     assert not clock._underway
 
 

@@ -163,7 +163,7 @@ def test_models_may_stand_in_files_of_their_own(tmp_path, monkeypatch):
 
 
 def test_what_changes_nothing_is_said(tmp_path, caplog):
-    with caplog.at_level(logging.INFO, "pagedray.cluster.config"):
+    with caplog.at_level(logging.INFO, "pagedray"):
         parsed(PREFIX_AWARE, tmp_path)
     for key in ("trust_remote_code", "request_router_config"):
         assert any(key in line and "changes nothing here" in line for line in caplog.messages)

@@ -13,6 +13,7 @@ TENANTS = [
     {"name": "acme", "api_keys": ["sk-acme-key"], "requests_per_minute": 5},
     {"name": "other", "api_keys": ["sk-other-key"], "weight": 2.0},
     {"name": "quiet", "api_keys": ["sk-quiet-key"]},
+    {"name": "frugal", "api_keys": ["sk-frugal-key"], "tokens_per_minute": 1000},
 ]
 
 
@@ -39,7 +40,7 @@ def post(server, key, path="completions", **body):
 
 def chat(server, key, **fields):
     messages = [{"role": "user", "content": "What is the capital of France?"}]
-    return post(server, key, "chat/completions", messages=messages, max_tokens=16, temperature=0, **fields)
+    return post(server, key, "chat/completions", **{"messages": messages, "max_tokens": 16, "temperature": 0} | fields)
 
 
 def test_keys_limits_and_separate_caches(tenants):
@@ -71,6 +72,18 @@ def test_keys_limits_and_separate_caches(tenants):
     lines = httpx.get(f"{tenants.url}/metrics", timeout=30).text.splitlines()
     limited = [line for line in lines if 'tenant="acme"' in line and 'code="rate_limit_exceeded"' in line]
     assert len(limited) == 1 and limited[0].endswith(" 2.0")
+    tenants.wait_idle(5.0)
+
+
+def test_answers_cost_what_they_took(tenants):
+    """Each might take 1,024 tokens, is expected to take 256, and takes a few."""
+    for _ in range(6):
+        answer = chat(tenants, "sk-frugal-key", max_tokens=None, stop=[" "])
+        assert answer.status_code == 200, answer.text
+        time.sleep(0.2)  # its group tells a little later
+    used = 6 * answer.json()["usage"]["total_tokens"]
+    limited = chat(tenants, "sk-frugal-key", max_tokens=1)
+    assert int(limited.headers["x-ratelimit-remaining-tokens"]) >= 1000 - 2 * used
     tenants.wait_idle(5.0)
 
 

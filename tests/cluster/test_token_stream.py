@@ -46,6 +46,25 @@ async def until(condition):
         await asyncio.sleep(0.005)
 
 
+def test_what_is_kept_for_an_ingress_that_fell_silent():
+    async def test():
+        with Leader() as leader:
+            frame = TokenFrame((), (("r", EngineDead("gone")),))
+            leader.server.outbox("i").last_heard -= token_stream.SILENCE_SECONDS + 1
+            leader.server.beat()
+            assert leader.silent == [("i", ())]
+            leader.server.keep("i", frame)
+            leader.server.outbox("i").last_heard -= token_stream.SILENCE_SECONDS + 1
+            leader.server.beat()  # it is still there
+            got = []
+            reader = asyncio.create_task(read_frames(leader.server.open("i"), got.append))
+            await until(lambda: got)
+            assert got[0].failures[0][0] == "r"
+            reader.cancel()
+
+    run(test)
+
+
 class Refused(PagedRayError):
     """An error of a class that `scheduler.errors` does not have."""
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedray.scheduler.cost_model import CostModel
-from pagedray.scheduler.dispatcher import Dispatcher, DispatchOptions
+from pagedray.scheduler.dispatcher import Dispatcher, DispatchOptions, _too_late
 from pagedray.scheduler.errors import DeadlineUnmeetable, EngineDead, ModelNotFound, Overloaded, RateLimited
 from pagedray.scheduler.placement import GroupCapacity, GroupLoad
 from pagedray.scheduler.prefix_index import BlockEvents
@@ -218,6 +218,34 @@ def test_what_cannot_be_in_time_is_refused_early():
     d.check_integrity()
 
 
+def test_a_full_group_refuses_a_deadline_in_finite_time():
+    d = Dispatcher()
+    groups(d, "g", window=1)
+    d.submit(long("first"), 0.0)
+    d.dispatch(0.0)
+    for i in range(4):  # until there is no room at all
+        try:
+            d.submit(long(f"more {i}", ttft_target=1e9), 0.0)
+        except DeadlineUnmeetable as refused:
+            assert "no group has room" in str(refused) and refused.retry_after == 60.0
+    assert _too_late(float("inf"), 1.0).retry_after == 60.0
+
+
+def test_a_model_that_has_served_may_be_woken_again_after_a_failure():
+    d = Dispatcher()
+    groups(d, "g")
+    d.remove_group("g")
+    d.fail_model("m", "the hub does not answer", now=10.0)
+    with pytest.raises(EngineDead, match="the hub does not answer"):
+        d.submit(long("soon", 10), 60.0)
+    d.submit(long("later", 10), 70.0)
+    assert d.num_queued() == {"m": 1}
+    d = Dispatcher()
+    d.fail_model("m", "no such model", now=10.0)
+    with pytest.raises(EngineDead):
+        d.submit(long("ever", 10), 1e6)
+
+
 def tenants(*declared, **options):
     return Dispatcher(quotas=Quotas(TenantDirectory(declared)), **options)
 
@@ -240,6 +268,33 @@ def test_a_tenants_limits_hold_and_a_refusal_leaves_no_trace():
     d.submit(long(4, 10, "t"), 60.5)  # known: not counted again
     with pytest.raises(ModelNotFound):
         d.submit(request("x", model="other").__class__("x", (1,), SamplingParams(), "other", tenant="t"), 61.0)
+    d.check_integrity()
+
+
+def test_tokens_are_charged_as_they_may_be_used_and_settled_as_they_were():
+    d = tenants(Tenant("t", tokens_per_minute=1000))
+    groups(d, "g")
+    left = lambda: d.rate_limits("t", 0.0).remaining_tokens  # noqa: E731
+
+    def ask(name, max_tokens, **resumed):
+        d.submit(Request(name, (1,) * 100, SamplingParams(max_tokens=max_tokens), "m", tenant="t", **resumed), 0.0)
+
+    ask("said", 300)
+    assert left() == 600
+    ask("not said", None)  # the usual answer is 256 tokens
+    assert left() == 244
+    with pytest.raises(RateLimited, match="756 used, 1000 asked"):
+        ask("much", 3899)
+    d.dispatch(0.0)
+    assert d.cancel("said") == "g" and left() == 244  # who left early is charged when its group has told
+    d.settle("t", "said", 110)
+    d.finished(["not said"])
+    d.settle("t", "not said", 700)
+    assert left() == 190
+    ask("said~1", 300, attempt=1, output_token_ids=(1,) * 10)  # it goes on elsewhere, and no limit holds it up
+    assert left() == 0 and d.quotas.counts("t") == (1, 1)
+    d.cancel("said~1")  # it never ran
+    assert left() == 190
     d.check_integrity()
 
 
@@ -337,7 +392,8 @@ events = st.lists(
 @settings(max_examples=300, deadline=None)
 def test_every_request_ends_once_and_the_books_balance_after_every_event(events):
     limit = 4
-    d = tenants(Tenant("t0", max_concurrent_requests=limit), Tenant("t1", requests_per_minute=5), max_queued_requests=6)
+    tenant = Tenant("t1", requests_per_minute=5, tokens_per_minute=500)
+    d = tenants(Tenant("t0", max_concurrent_requests=limit), tenant, max_queued_requests=6)
     known, placed, numbers, admitted, draining = {}, {}, {}, [], set()
     chains = [tuple(b"%08d%08d" % (n % 3, i) for i in range(n)) for n in range(10)]
     for step, (event, n) in enumerate(events):
@@ -357,6 +413,7 @@ def test_every_request_ends_once_and_the_books_balance_after_every_event(events)
             known.pop(str(n), None)
         elif event == "finish":
             d.finished([str(n)], now)
+            d.settle("t1", str(n), 200)
             known.pop(str(n), None)
             placed.pop(str(n), None)
         elif event == "up" and not d.has_group(group):

@@ -66,46 +66,81 @@ def test_models_and_priorities():
 
 def test_what_is_left_is_told():
     quotas, tenant = Quotas(TenantDirectory()), Tenant("t", requests_per_minute=2, tokens_per_minute=100)
-    quotas.admit(tenant, 60, 10.0)
+    quotas.admit(tenant, "a", 60, 10.0)
     with pytest.raises(RateLimited, match="100 tokens per minute") as refused:
-        quotas.admit(tenant, 50, 20.0)
+        quotas.admit(tenant, "b", 50, 20.0)
     assert refused.value.retry_after == 50.0
     limits = quotas.limits(tenant, 20.0)
     assert (limits.remaining_requests, limits.remaining_tokens, limits.reset_tokens) == (1, 40, 50.0)
-    quotas.admit(tenant, 50, 70.0)
+    quotas.admit(tenant, "b", 50, 70.0)
+
+
+def test_what_was_not_used_is_given_back():
+    quotas, tenant = Quotas(TenantDirectory()), Tenant("t", tokens_per_minute=100)
+    quotas.admit(tenant, "a", 90, 0.0)
+    quotas.dispatched(tenant)
+    quotas.ended(tenant, was_queued=False)  # its group tells a little later
+    quotas.settle(tenant, "a", 30)
+    assert quotas.limits(tenant, 1.0).remaining_tokens == 70
+    quotas.admit(tenant, "b", 70, 1.0)
+    quotas.settle(tenant, "b", 200)  # more than was reckoned is held against the tenant
+    with pytest.raises(RateLimited, match="230 used, 1 asked") as refused:
+        quotas.admit(tenant, "c", 1, 2.0)
+    assert refused.value.retry_after == 59.0  # until "b" is forgotten, "a" would not do
+    quotas.limits(tenant, 61.0)
+    quotas.settle(tenant, "a", 0)  # long forgotten
+    assert quotas.limits(tenant, 61.0).remaining_tokens == 100
+    quotas.check_integrity()
+
+
+def test_what_asks_for_more_than_the_limit_comes_when_nothing_else_is_in_the_books():
+    quotas, tenant = Quotas(TenantDirectory()), Tenant("t", tokens_per_minute=100)
+    quotas.admit(tenant, "a", 10, 0.0)
+    with pytest.raises(RateLimited, match="10 used, 100 asked") as refused:
+        quotas.admit(tenant, "long", 8000, 30.0)
+    assert refused.value.retry_after == 30.0
+    quotas.admit(tenant, "long", 8000, 60.0)
+    quotas.settle(tenant, "long", 40)
+    quotas.admit(tenant, "b", 60, 60.0)
 
 
 def test_another_config_keeps_what_is_used():
     quotas = Quotas(TenantDirectory())
-    quotas.admit(Tenant("t", requests_per_minute=5), 1, 0.0)
+    quotas.admit(Tenant("t", requests_per_minute=5), "a", 1, 0.0)
     lower = Tenant("t", requests_per_minute=1)
     quotas.replace(TenantDirectory([lower]))
     with pytest.raises(RateLimited):
-        quotas.admit(lower, 1, 1.0)
+        quotas.admit(lower, "b", 1, 1.0)
 
 
-@given(st.lists(st.tuples(st.floats(0, 40), st.integers(1, 60), st.booleans()), max_size=60))
+@given(st.lists(st.tuples(st.floats(0, 40), st.integers(1, 120), st.sampled_from([None, 0.0, 0.3, 1.0])), max_size=60))
 @settings(max_examples=300, deadline=None)
 def test_no_minute_exceeds_the_limits(events):
-    """Not even one that lies across two refills; and whoever waits as long as it is told is admitted."""
+    """Not even one that lies across two refills; and whoever waits as long as it is told is admitted.
+
+    What has ended counts with the share of its tokens that it took; what asks for more than 100 counts as 100.
+    """
     tenant = Tenant("t", requests_per_minute=4, tokens_per_minute=100, max_concurrent_requests=6)
-    quotas, now, running, admitted = Quotas(TenantDirectory([tenant])), 0.0, 0, []
-    for gap, num_tokens, ends in events:
+    quotas, now, running, admitted = Quotas(TenantDirectory([tenant])), 0.0, [], {}
+    for number, (gap, num_tokens, ends) in enumerate(events):
         now += gap
-        if ends and running:
+        if ends is not None and running:
+            ended = running.pop(0)
             quotas.dispatched(tenant)
             quotas.ended(tenant, was_queued=False)
-            running -= 1
+            admitted[ended] = admitted[ended][0], int(ends * admitted[ended][1])
+            quotas.settle(tenant, ended, admitted[ended][1])
         try:
-            quotas.admit(tenant, num_tokens, now)
+            quotas.admit(tenant, str(number), num_tokens, now)
         except RateLimited as error:
-            if running < 6:
+            if len(running) < 6:
                 now += error.retry_after + 1e-6
-                quotas.admit(tenant, num_tokens, now)
+                quotas.admit(tenant, str(number), num_tokens, now)
             else:
                 continue
-        running += 1
-        admitted.append((now, num_tokens))
-        minute = [n for at, n in admitted if at > now - 60.0]
-        assert len(minute) <= 4 and sum(minute) <= 100 and running <= 6
+        running.append(str(number))
+        admitted[str(number)] = now, min(num_tokens, 100)
+        minute = [n for at, n in admitted.values() if at > now - 60.0]
+        assert len(minute) <= 4 and sum(minute) <= 100 and len(running) <= 6
+        assert quotas.limits(tenant, now).remaining_tokens == 100 - sum(minute)
         quotas.check_integrity()

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pagedray.scheduler.errors import CheckpointError
-from pagedray.workers.checkpoint.load import load_weights, open_checkpoint
+from pagedray.workers.checkpoint.load import digest, load_weights, open_checkpoint
 from pagedray.workers.checkpoint.locate import locate
 
 
@@ -251,3 +251,10 @@ def test_hub_id_is_fetched(monkeypatch, saved):
     assert "*.safetensors" in asked["org/name"]["allow_patterns"]
     locate("org/name", weights=False)
     assert "*.safetensors" not in asked["org/name"]["allow_patterns"]
+
+
+def test_the_digest_is_of_the_weights(tiny_llama, tmp_path):
+    for name, seed in (("first", 0), ("same", 0), ("trained further", 1)):
+        tiny_llama(seed=seed).save_pretrained(tmp_path / name)
+    first, same, other = (digest(open_checkpoint(str(tmp_path / n))) for n in ("first", "same", "trained further"))
+    assert first == same != other

@@ -213,6 +213,7 @@ def test_sizes_that_are_none_are_refused(size):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"cpu_offload_gb": 4}, "there.cpu_offload_gb must be 0 or left out .weights are not offloaded., not 4"),
         ({"max_num_sequences": 4}, "there.max_num_sequences is not a setting.*max_num_seqs"),
         ({"max_batch_sizes": 4}, "there.max_batch_sizes is not a setting.*max_batch_size"),
         ({"max_batch_size": 4, "max_num_seqs": 4}, "there.max_num_seqs says max_num_seqs a second time"),

@@ -40,7 +40,7 @@ def ports(split, dtype, num_blocks=9, model=MODEL):
     return [
         KVPort(
             kv_cache.allocate(model, num_blocks, BLOCK_SIZE, dtype, shard),
-            fingerprint(config, model, dtype),
+            fingerprint(config, model, dtype, "w"),
             model,
             shard,
         )
@@ -181,13 +181,14 @@ def test_what_does_not_fit_is_refused():
 def test_blocks_of_another_model_dtype_or_file_have_another_fingerprint():
     config = EngineConfig("m", block_size=BLOCK_SIZE)
     seen = [
-        fingerprint(config, MODEL, torch.float32),
-        fingerprint(config, MODEL, torch.bfloat16),
-        fingerprint(config, replace(MODEL, rms_norm_eps=1e-6), torch.float32),
-        fingerprint(replace(config, model="n"), MODEL, torch.float32),
-        fingerprint(replace(config, quantization="int8"), MODEL, torch.float32),
-        fingerprint(replace(config, kv_cache_dtype="int8"), MODEL, torch.float32),
+        fingerprint(config, MODEL, torch.float32, "w"),
+        fingerprint(config, MODEL, torch.bfloat16, "w"),
+        fingerprint(config, MODEL, torch.float32, "trained further"),
+        fingerprint(config, replace(MODEL, rms_norm_eps=1e-6), torch.float32, "w"),
+        fingerprint(replace(config, model="n"), MODEL, torch.float32, "w"),
+        fingerprint(replace(config, quantization="int8"), MODEL, torch.float32, "w"),
+        fingerprint(replace(config, kv_cache_dtype="int8"), MODEL, torch.float32, "w"),
     ]
     assert all(a != b for a, b in itertools.combinations(seen, 2))
     split = replace(config, tensor_parallel_size=2, max_model_len=32, cpu_threads=1)
-    assert fingerprint(split, MODEL, torch.float32) == seen[0]
+    assert fingerprint(split, MODEL, torch.float32, "w") == seen[0]

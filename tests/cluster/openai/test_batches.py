@@ -614,6 +614,30 @@ def test_a_tenant_sees_its_own(tmp_path):
     asyncio.run(main())
 
 
+def test_what_a_batch_had_answered_is_kept_where_it_cannot_go_on(site):
+    site.options = replace(site.options, batch_concurrency=1)
+
+    def script(request):
+        if len(site.engine.requests) > 2:
+            return [60.0, *site.engine.spell("late")]
+        return site.engine.spell("ok")
+
+    site.engine.script = script
+
+    async def main():
+        async with site.serving() as client:
+            batch_id = await client.create(jsonl(*(line(f"{i}") for i in range(5))))
+            while (await client.get(batch_id))["request_counts"]["completed"] < 2:
+                await asyncio.sleep(0.02)
+            assert (await client.http.delete(f"/v1/files/{(await client.get(batch_id))['input_file_id']}")).is_success
+        async with site.serving() as client:
+            batch = await client.ended(batch_id)
+            assert (batch["status"], batch["errors"]["data"][0]["code"]) == ("failed", "file_missing")
+            assert len(await client.lines(batch["output_file_id"])) == 2
+
+    asyncio.run(main())
+
+
 def test_a_batch_runs_as_its_tenant(tmp_path, monkeypatch):
     from pagedray.cluster.openai.tenancy import caller
 
