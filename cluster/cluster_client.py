@@ -4,6 +4,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -153,11 +154,12 @@ class ClusterClient:
             requests, self._to_cancel = self._to_cancel, {}
             try:
                 await self._call("cancel", list(requests))
-                for request_id, group_id in requests.items():
-                    if group_id in self._leaders:
-                        await asyncio.wait_for(self._leaders[group_id].abort.remote([request_id]), CALL_TIMEOUT)
-            except (PagedRayError, ray.exceptions.RayError, TimeoutError) as error:
-                logger.warning("%d abandoned requests run on: %r", len(requests), error)
+            except PagedRayError as error:
+                logger.warning("%d abandoned requests run on: %s", len(requests), error)
+            strays = {g: [r for r, group in requests.items() if group == g] for g in self._leaders}
+            calls = [self._leaders[g].abort.remote(ids) for g, ids in strays.items() if ids]
+            with suppress(TimeoutError):  # who does not answer is found out by others
+                await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), CALL_TIMEOUT)
 
     async def _read(self, group_id: str, leader: ActorHandle) -> None:
         """Bring one group's tokens for as long as it lives."""

@@ -278,6 +278,7 @@ class GlobalScheduler:
         queued again, its assignment is told again.
         """
         now = time.monotonic()  # one for all of it: what was looked up to admit a request serves to place it
+        waker = self.wakers.pop(ingress_id, None)  # this answer has the news, so nobody else need be told it
         for request in requests:
             try:
                 if self.over or (self.leaving_at is not None and now > self.leaving_at and not request.attempt):
@@ -296,6 +297,8 @@ class GlobalScheduler:
         self._dispatch(now)
         limits = {r.tenant: self.dispatcher.rate_limits(r.tenant, now) for r in requests}
         limited = tuple((t, left) for t, left in limits.items() if left != RateLimits())
+        if waker is not None:
+            self.wakers[ingress_id] = waker
         return replace(self._take_news(ingress_id, seen), rate_limits=limited)
 
     async def open_channel(self) -> ChannelAddress:

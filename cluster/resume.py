@@ -25,7 +25,7 @@ from dataclasses import replace
 from functools import partial
 
 from ..scheduler.block_pool import hash_prompt, root_hash
-from ..scheduler.errors import EngineDead, GroupDrained, GroupLost, InvalidRequest, PagedRayError
+from ..scheduler.errors import ContextLengthExceeded, EngineDead, GroupDrained, GroupLost, PagedRayError
 from ..scheduler.request import Request, SamplingParams, SequenceOutput
 from .openai.engine_client import EngineClient
 
@@ -78,8 +78,8 @@ class ResumingEngine:
                     else:
                         return
                 self.on_move(request)
-            except InvalidRequest:
-                if not delivered or request.sampling.max_tokens is not None:
+            except ContextLengthExceeded:
+                if current is request or not delivered or request.sampling.max_tokens is not None:
                     raise
                 # The context of the group that was to go on is full: there an answer without a bound of its own ends.
                 yield SequenceOutput(request.request_id, (), (), "length", num_cached_tokens=num_cached or 0)

@@ -106,6 +106,7 @@ class SchedulerLink:
                     await self.register()
             except (ray.exceptions.RayError, TimeoutError) as error:
                 self.finished = finished + self.finished
+                self.used.extendleft(reversed(used))
                 logger.warning("group %s cannot reach the global scheduler: %r", group_id, error)
                 await asyncio.sleep(_REPORT_SECONDS)
                 self.scheduler = await reconnect(self.scheduler, *self._place, error)

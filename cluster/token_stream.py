@@ -126,6 +126,7 @@ class Outbox:
     def __init__(self, loop: asyncio.AbstractEventLoop, on_broken: Callable[[], None]):
         self.request_ids: set[str] = set()  # the ingress's unfinished sequences
         self.last_heard = self.last_sent = time.monotonic()
+        self.kept_until = 0.0  # though the ingress has fallen silent
         self._loop = loop
         self._on_broken = on_broken
         self._lock = threading.Lock()
@@ -245,7 +246,7 @@ class TokenServer:
     def keep(self, ingress_id: str, frame: TokenFrame) -> None:
         """For an ingress that has fallen silent, for a minute."""
         outbox = self.outbox(ingress_id)
-        outbox.last_heard += _KEEP_SECONDS
+        outbox.kept_until = time.monotonic() + _KEEP_SECONDS
         outbox.send(frame)
 
     def beat(self) -> None:
@@ -253,10 +254,14 @@ class TokenServer:
         now = time.monotonic()
         for ingress_id, outbox in list(self._outboxes.items()):
             if now - outbox.last_heard > SILENCE_SECONDS:
-                outbox.close()
-                del self._outboxes[ingress_id]
-                self._tickets = {t: i for t, i in self._tickets.items() if i != ingress_id}
-                self._on_silent(ingress_id, tuple(outbox.request_ids))
+                request_ids = tuple(outbox.request_ids)
+                outbox.request_ids.clear()
+                if now > outbox.kept_until:
+                    outbox.close()
+                    del self._outboxes[ingress_id]
+                    self._tickets = {t: i for t, i in self._tickets.items() if i != ingress_id}
+                if request_ids or ingress_id not in self._outboxes:
+                    self._on_silent(ingress_id, request_ids)
             else:
                 outbox.beat(now)
 

@@ -123,7 +123,7 @@ class StepScheduler:
             raise ContextLengthExceeded(f"{asked} do not fit the context of {self.max_model_len} tokens")
         max_len = self.max_model_len if max_tokens is None else prompt_len + max_tokens
         if len(request.token_ids) >= max_len:
-            raise InvalidRequest(f"it has {len(request.output_token_ids)} tokens already, and may have no more")
+            raise ContextLengthExceeded(f"it has {len(request.output_token_ids)} tokens already, and may have no more")
         key = (now - request.age + request.priority * self.priority_weight, self._next_seq_id)
         seq = Sequence(request, self._next_seq_id, key, max_len)
         self._next_seq_id += 1

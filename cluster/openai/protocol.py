@@ -237,6 +237,8 @@ class GenerationRequest(Body):
             )
         if max_tokens is None and self.default_max_tokens is not None:
             max_tokens = min(self.default_max_tokens, room)  # None: as far as its group's context goes
+        if max_tokens is None and (self.min_tokens or 0) > room:
+            raise InvalidRequest(f"min_tokens is {self.min_tokens}; the context has room for {room}", "min_tokens")
         check_token_ids("stop_token_ids", self.stop_token_ids or (), model)
         given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         return SamplingParams(

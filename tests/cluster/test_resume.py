@@ -14,6 +14,7 @@ from pagedray.scheduler.errors import (
     GroupLost,
     InvalidRequest,
     PagedRayError,
+    ReaderTooSlow,
 )
 from pagedray.scheduler.request import Request, SamplingParams, SequenceOutput
 
@@ -96,6 +97,8 @@ def test_an_answer_without_a_bound_ends_where_the_next_group_has_no_room_for_it(
     assert [o.finish_reason for o in outputs] == [None, None, None, "length"]
     for engine, request in ((Engine((0, full)), endless), (Engine((3, GroupLost("gone")), (3, full)), REQUEST)):
         assert generate(engine, request=request)[1] is full
+    slow = ReaderTooSlow("what came was thrown away")
+    assert generate(Engine((3, GroupLost("gone")), (4, slow)), request=endless)[1] is slow
 
 
 def test_with_a_limit_of_none_the_first_loss_is_told():

@@ -340,6 +340,8 @@ def test_completions_of_no_tokens(api, events):
     assert answer["usage"]["completion_tokens"] == 0
     assert joined(events(api.complete("abc", max_tokens=0, stream=True))) == ("", ["length"])
     assert api.complete("abc", max_tokens=0, min_tokens=1).status_code == 400
+    refused = api.chat(min_tokens=1_000_000)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "min_tokens"
     assert not api.engine.requests
 
 
