@@ -23,6 +23,7 @@ from typing import Any
 
 from ..kernels.cache import cache_root
 from ..scheduler.errors import ConfigError
+from ..workers.cores import usable_cores
 from .local_server import free_port
 
 _GIB = 2**30
@@ -356,7 +357,7 @@ def probe(host: str, port: int, ray_address: str | None = None) -> Facts:
         packages=_packages(),
         compiler=_compiler(),
         cpu_flags=_cpu_flags(),
-        num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        num_cpus=usable_cores(),
         memory_total=memory.get("MemTotal", 0),
         memory_available=memory.get("MemAvailable", 0),
         memory_limit=_memory_limit(),

@@ -226,7 +226,7 @@ class EngineConfig:
     device: str = "auto"  # auto: a CUDA GPU where there is one
     gpu_memory_utilization: float = 0.9  # share of the GPU for weights, activations and KV; without kv_cache_memory
     enforce_eager: bool = False  # no CUDA graphs
-    cpu_threads: int | None = None  # None: the cores this process may use
+    cpu_threads: int | None = None  # None: the cores this process may use, within its container's limit
     kv_transfer_config: KVTransferConfig = KVTransferConfig()  # between worker groups; `LLM`, which is one, ignores it
 
     @classmethod

@@ -1,7 +1,6 @@
 """A rank: loads its weights, owns its KV tensors, executes step plans."""
 
 import logging
-import os
 from collections.abc import Callable
 
 import torch
@@ -12,6 +11,7 @@ from ..scheduler.plan import StepPlan, StepResult
 from . import cuda, kv_cache
 from .checkpoint.load import Checkpoint, Progress, digest, load_weights, open_checkpoint
 from .config import EngineConfig, ModelConfig
+from .cores import usable_cores
 from .kv_transfer import KVPort, fingerprint
 from .model_runner import ModelRunner
 from .models.decoder import Decoder
@@ -35,7 +35,7 @@ def cache_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
 
 def set_threads(config: EngineConfig, on_host: int = 1) -> None:
     """How many threads an operation of the calling thread uses, where `on_host` ranks share the machine."""
-    torch.set_num_threads(config.cpu_threads or max(1, len(os.sched_getaffinity(0)) // on_host))
+    torch.set_num_threads(config.cpu_threads or max(1, usable_cores() // on_host))
 
 
 class Worker:
