@@ -17,7 +17,8 @@ COPY kernels kernels
 COPY scheduler scheduler
 COPY workers workers
 COPY cluster cluster
-RUN case "$DEVICE" in cpu) what=. ;; cuda) what=".[gpu]" ;; *) echo "DEVICE must be cpu or cuda" >&2; exit 1 ;; esac; \
+RUN case "$DEVICE" in cpu) what=".[trace]" ;; cuda) what=".[gpu,trace]" ;; \
+        *) echo "DEVICE must be cpu or cuda" >&2; exit 1 ;; esac; \
     pip install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$what"
 
 FROM python:${PYTHON}-slim-bookworm

@@ -340,6 +340,8 @@ def test_manifests_are_what_helm_makes_of_the_chart(helm, values):
             "secrets": {"tenants": "t", "huggingFace": "h"},
         },
         {"upgrade": {"type": "None"}, "config": {"tenants": [{"name": "a"}]}},
+        {"networkPolicy": {"clients": [{}], "monitoring": [], "egress": [{"ports": [{"port": 3128}]}]}},
+        {"config": {"prefill_config": "prefill.yaml", "decode_config": "decode.yaml"}},
     ],
 )
 def test_other_values_make_valid_objects(helm, values):
@@ -351,7 +353,7 @@ def test_other_values_make_valid_objects(helm, values):
         if document["kind"] not in OPERATORS:
             check(document)
     kinds = {o["kind"] for o in made}
-    assert ("NetworkPolicy" in kinds) == (values.get("networkPolicy") is None)
+    assert ("NetworkPolicy" in kinds) == values.get("networkPolicy", {}).get("enabled", True)
     assert ("StatefulSet" in kinds) == ("redis" not in values)
 
 
@@ -363,12 +365,45 @@ def test_other_values_make_valid_objects(helm, values):
         {"upgrade": {"type": "Rolling"}},
         {"accelerator": "tpu"},
         {"config": {"llm_configs": []}},
+        {"config": {"llm_configs": None}},
+        {"config": {"prefill_config": {}}},
         {"workerGroups": [{"name": "w"}]},
+        {"networkPolicy": {"clients": {"kubernetes.io/metadata.name": "default"}}},
+        {"networkPolicy": {"operator": [{"kubernetes.io/metadata.name": "default"}]}},
     ],
 )
 def test_wrong_values_are_refused(helm, values):
     with pytest.raises(ChartError):
         render(values)
+
+
+def test_who_may_speak_to_the_pods_and_to_whom_they_may(helm):
+    anyone = {"matchExpressions": [{"key": "team", "operator": "Exists"}]}
+    proxy = {"to": [{"ipBlock": {"cidr": "10.0.0.7/32"}}], "ports": [{"port": 3128, "protocol": "TCP"}]}
+    values = {"clients": [anyone, {"matchLabels": {"a": "b"}}], "monitoring": [], "egress": [proxy]}
+    policies = of_kind(documents(render({"networkPolicy": values})), "NetworkPolicy")
+    (spec,) = (p["spec"] for p in policies if "Ingress" in p["spec"]["policyTypes"])
+    (clients,) = (r["from"] for r in spec["ingress"] if [p["port"] for p in r.get("ports", ())] == ["serve"])
+    selected = [{"namespaceSelector": selector} for selector in values["clients"]]
+    assert clients == [{"podSelector": {}}, *selected]  # of the release's namespace, where Gateways are
+    assert len(spec["ingress"]) == 3 and all(r["from"] for r in spec["ingress"])  # without peers it lets all in
+    (names,) = (r for r in spec["egress"] if {p["port"] for p in r.get("ports", ())} == {53})
+    assert "to" not in names
+    assert spec["egress"][-1] == proxy
+
+
+def test_prefill_and_decode_take_the_place_of_the_model_in_values(helm):
+    def args(**config):
+        return serve_config(documents(render({"config": config})))["applications"][0]["args"]
+
+    default = args()
+    model = {"model_loading_config": {"model_id": "m", "model_source": "org/m"}}
+    roles = {"prefill_config": model, "decode_config": model}
+    made = args(**roles)
+    assert made == {**{k: v for k, v in default.items() if k != "llm_configs"}, **roles}
+    assert [m.role for m in ApplicationConfig.parse(made).models] == ["prefill", "decode"]
+    assert args(**roles, llm_configs=[model])["llm_configs"] == [model]
+    assert args(llm_configs=[model]) == {**default, "llm_configs": [model]}
 
 
 def test_helm_finds_nothing_to_say(helm):
@@ -388,6 +423,8 @@ def test_the_image_has_the_whole_package():
     sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line.startswith("!")}
     assert all(any(source == s or source.startswith(f"{s}/") for s in sent) for source in copied)
     assert re.search(r"^USER 1000", text, re.MULTILINE)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert re.findall(r'what="\.\[(\S+)\]"', text) == ["trace", "gpu,trace"] and {"gpu", "trace"} <= extras.keys()
 
 
 def test_ray_is_the_one_that_is_tested_here(objects):

@@ -25,13 +25,31 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{ .Values.models.claim.existing | default (printf "%s-models" (include "pagedray.name" .)) }}
 {{- end }}
 
-{{/* The application's arguments, with where the tenants' Secret is mounted. */}}
-{{- define "pagedray.config" -}}
-{{- if .Values.secrets.tenants }}
-{{- toYaml (set (deepCopy .Values.config) "tenants" "/etc/pagedray/tenants.yaml") }}
-{{- else }}
-{{- toYaml .Values.config }}
+{{/* Peers of a network policy: namespaces by a list of selectors. */}}
+{{- define "pagedray.namespaces" -}}
+{{- $peers := list }}
+{{- range . }}
+{{- $peers = append $peers (dict "namespaceSelector" .) }}
 {{- end }}
+{{- toYaml $peers }}
+{{- end }}
+
+{{/*
+The application's arguments, with where the tenants' Secret is mounted. Helm merges the model of values.yaml in; beside
+prefill_config it is left out, and an `llm_configs` of one's own stays.
+*/}}
+{{- define "pagedray.config" -}}
+{{- $config := deepCopy .Values.config }}
+{{- if .Values.secrets.tenants }}
+{{- $_ := set $config "tenants" "/etc/pagedray/tenants.yaml" }}
+{{- end }}
+{{- $models := $config.llm_configs | default list }}
+{{- if and $config.prefill_config (eq (len $models) 1) (kindIs "map" (first $models)) }}
+{{- if eq (dig "model_loading_config" "model_id" "" (first $models)) "smollm2-360m" }}
+{{- $_ := unset $config "llm_configs" }}
+{{- end }}
+{{- end }}
+{{- toYaml $config }}
 {{- end }}
 
 {{- define "pagedray.podSecurity" -}}
