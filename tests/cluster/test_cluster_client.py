@@ -149,6 +149,14 @@ async def until(condition):
         await asyncio.sleep(0.001)
 
 
+async def held(cluster):
+    """The task of a request, "r", that group g1 has and does not answer."""
+    await cluster.add_group(FakeLeader(hold=True))
+    answer = asyncio.create_task(collect(cluster.client, request("r")))
+    await until(lambda: cluster.assigned() == 1)
+    return answer
+
+
 def run(test):
     async def bounded():
         await asyncio.wait_for(test(), 20)
@@ -415,9 +423,7 @@ def test_running_streams_do_not_notice_the_scheduler_restart():
 def test_a_group_that_is_given_up_before_it_had_a_request_is_heard_of():
     async def test():
         cluster = Cluster()
-        await cluster.add_group(FakeLeader(hold=True))
-        answer = asyncio.create_task(collect(cluster.client, request("r")))
-        await until(lambda: cluster.assigned() == 1)
+        answer = await held(cluster)
         await cluster.scheduler.remove_group("g1", "unanswering")  # its connection to us is as it was
         with pytest.raises(GroupLost):
             await asyncio.wait_for(answer, 5)
@@ -440,9 +446,7 @@ def test_a_sequence_that_nobody_has_is_aborted_at_its_group():
 def test_a_sequence_that_two_groups_have_goes_on_as_another():
     async def test():
         cluster = Cluster()
-        await cluster.add_group(FakeLeader(hold=True))
-        answer = asyncio.create_task(collect(cluster.client, request("r")))
-        await until(lambda: cluster.assigned() == 1)
+        answer = await held(cluster)
         cluster.client._take(Assignments("another scheduler", 1, (("r", "g2"),), (), ()))
         with pytest.raises(GroupLost):
             await answer
@@ -454,9 +458,7 @@ def test_a_sequence_that_two_groups_have_goes_on_as_another():
 def test_what_another_group_has_now_is_not_finished_by_the_first():
     async def test():
         cluster = Cluster()
-        await cluster.add_group(FakeLeader(hold=True))
-        answer = asyncio.create_task(collect(cluster.client, request("r")))
-        await until(lambda: cluster.assigned() == 1)
+        answer = await held(cluster)
         await cluster.add_group(FakeLeader(hold=True), "g2")
         await cluster.scheduler.report(GroupReport("g2", ("r",), None))
         assert await cluster.scheduler.num_unfinished() == 1
