@@ -37,6 +37,14 @@ def test_bf16_products(pair):
     torch.testing.assert_close(out, pair[0].float() @ pair[1].float(), rtol=1e-5, atol=1e-5)
 
 
+def test_a_row_of_a_product_is_the_same_wherever_it_stands(randn):
+    a, b, out, rolled = randn(16, 16), randn(16, 16, seed=1), torch.empty(16, 16), torch.empty(16, 16)
+    _multiply[(1,)](out, a, b)
+    for rows in range(1, 16):
+        _multiply[(1,)](rolled, a.roll(rows, 0), b)
+        assert torch.equal(rolled, out.roll(rows, 0))
+
+
 def test_bf16_arithmetic_and_comparisons(pair):
     sums, less = torch.empty_like(pair[0]), torch.empty(16, 16, dtype=torch.int32)
     _elementwise[(1,)](sums, less, *pair)

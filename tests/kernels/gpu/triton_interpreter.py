@@ -1,9 +1,10 @@
 """Triton's interpreter with honest bfloat16 and fp8; import it before anything that imports triton.
 
 As it comes (3.6 to 3.8) the interpreter computes on the bit patterns of bf16 in `tl.dot`, arithmetic and comparisons,
-truncates fp32 to bf16 and rounds to fp8 wrongly, all without an error. It also prepares Triton's language anew at each
-call of a helper, which is half of its time; here it does so once a launch. This replaces private functions of Triton,
-so it is for tests alone; test_gpu_interpreter.py fails where a version makes it useless or breaks it.
+truncates fp32 to bf16 and rounds to fp8 wrongly, all without an error; and a row of `tl.dot` depends on its company where
+NumPy's BLAS makes it so. It also prepares Triton's language anew at each call of a helper, which is half of its time;
+here it does so once a launch. This replaces private functions of Triton, so it is for tests alone;
+test_gpu_interpreter.py fails where a version makes it useless or breaks it.
 """
 
 import os
@@ -87,7 +88,11 @@ def _unary_op(self, a, op):
 def _create_dot(self, a, b, accumulator, *rest):
     if _is_bf16(a) or _is_bf16(b):
         a, b = (TensorHandle(_widened(x), tl.float32) for x in (a, b))
-    return _their_dot(self, a, b, accumulator, *rest)
+    if accumulator.data.dtype != np.float32:
+        return _their_dot(self, a, b, accumulator, *rest)
+    # In fp64: some CPUs' BLAS adds a row's products in an order that depends on where in the matrix the row stands
+    sums = _their_dot(self, a, b, TensorHandle(accumulator.data.astype(np.float64), tl.float64), *rest)
+    return TensorHandle(sums.data.astype(np.float32), accumulator.dtype.scalar)
 
 
 def _patch_lang(function):
