@@ -22,15 +22,17 @@ constexpr int RUNS_PER_THREAD = 4;
 // next, so the chains stay what they are. PANELS together write longer pieces of y's rows.
 constexpr int BATCH = 240, PANELS = 4, BLOCK_BYTES = 576;
 
-// How many steps of a panel are dequantized at a time where few rows want them, unless one by one: they fit the L1 cache.
-constexpr int DEQUANTIZED_STEPS = 8;
-
+// How much of a panel is dequantized at a time where few rows want it, unless a step: it fits the L1 cache.
+constexpr int DEQUANTIZED_BYTES = 16384;
 
 // How the products are made: of GROUP neighboring k in a lane, x being brought to the element type X.
 template <class T>
 struct Product {
     using X = float;
-    static vfloat weights(const T* p) { return load(p); }
+    template <class E>
+    static vfloat weights(const E* p) {  // T's, or X's
+        return load(p);
+    }
     static vfloat multiply_add(vfloat sum, vfloat w, const float* x) { return sum + w * *x; }
 };
 #if defined(__AVX512BF16__)
@@ -53,14 +55,14 @@ inline void convert(float& to, bf16 from) {
     memcpy(&to, &bits, 4);
 }
 
-// Where steps of a panel come from, one after another: step(s) in the plain layout.
-template <class T>
+// Where steps of a panel come from, one after another: step(s) in the plain layout, of elements E.
+template <class E>
 struct PlainSteps {
-    const T* first;
+    const E* first;
     const char* ahead;  // what will be wanted, to be fetched meanwhile: `bytes` with each step
     int64_t bytes;
 
-    const T* operator()(int64_t s) const {
+    const E* operator()(int64_t s) const {
         for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(ahead + s * bytes + i, 0, 2);
         return first + s * STEP * PANEL;
     }
@@ -78,35 +80,43 @@ struct QuantizedSteps {
         T* step = room + s % 2 * STEP * PANEL;
         const uint8_t* ahead = panel + (begin + s) * F::BLOCK_BYTES / F::BLOCK_STEPS + PREFETCH_BYTES;
         for (int i = 0; i < F::BLOCK_BYTES / F::BLOCK_STEPS; i += 64) __builtin_prefetch(ahead + i);
-        dequantize_step<F>(step, panel, begin + s);
+        dequantize_step<F, T>(step, panel, begin + s);
         return step;
     }
 };
 
-// sums [R][32] = or += R rows of x times a panel, in registers. x [k / G][R][G].
-template <class T, int R>
-static void multiply_panel(float* sums, const PlainSteps<T>& weights, const typename Product<T>::X* x, int64_t steps,
+// As many registers as hold sums beside a row's weights: 24 of AVX-512's 32; of 16 as many as leave a panel's weights room.
+constexpr int SUMS = W == 16 ? 24 : 8;
+
+// sums [R][32] = or += R rows of x times a panel, in registers; of many rows, one of the panel's two tiles after the other.
+// x [k / G][R][G].
+template <class T, int R, class E>
+static void multiply_panel(float* sums, const PlainSteps<E>& weights, const typename Product<T>::X* x, int64_t steps,
                            bool add) {
-    constexpr int G = GROUP<T>, V = TILE / W;
-    vfloat sum[R][2][V] = {};
-    for (int r = 0; r < R && add; r++)
-        for (int h = 0; h < 2; h++)
-            for (int v = 0; v < V; v++) sum[r][h][v] = load(sums + r * PANEL + h * TILE + v * W);
-    for (int64_t s = 0; s < steps; s++) {
-        const T* panel = weights(s);
-        for (int k = 0; k < STEP; k += G, x += R * G) {
-            vfloat w[2][V];
-            for (int h = 0; h < 2; h++)
-                for (int v = 0; v < V; v++) w[h][v] = Product<T>::weights(panel + (h * STEP + k) * TILE + v * W * G);
-            for (int r = 0; r < R; r++)
-                for (int h = 0; h < 2; h++)
-                    for (int v = 0; v < V; v++)
-                        sum[r][h][v] = Product<T>::multiply_add(sum[r][h][v], w[h][v], x + r * G);
+    constexpr int G = GROUP<T>, V = TILE / W, TILES = R * 2 * V <= SUMS ? 2 : 1;
+    for (int first = 0; first < 2; first += TILES, sums += TILES * TILE) {
+        const PlainSteps<E> from{weights.first + first * STEP * TILE, weights.ahead, first ? 0 : weights.bytes};
+        const auto* at = x;
+        vfloat sum[R][TILES][V] = {};
+        for (int r = 0; r < R && add; r++)
+            for (int h = 0; h < TILES; h++)
+                for (int v = 0; v < V; v++) sum[r][h][v] = load(sums + r * PANEL + h * TILE + v * W);
+        for (int64_t s = 0; s < steps; s++) {
+            const E* step = from(s);
+            for (int k = 0; k < STEP; k += G, at += R * G) {
+                vfloat w[TILES][V];
+                for (int h = 0; h < TILES; h++)
+                    for (int v = 0; v < V; v++) w[h][v] = Product<T>::weights(step + (h * STEP + k) * TILE + v * W * G);
+                for (int r = 0; r < R; r++)
+                    for (int h = 0; h < TILES; h++)
+                        for (int v = 0; v < V; v++)
+                            sum[r][h][v] = Product<T>::multiply_add(sum[r][h][v], w[h][v], at + r * G);
+            }
         }
+        for (int r = 0; r < R; r++)
+            for (int h = 0; h < TILES; h++)
+                for (int v = 0; v < V; v++) store(sums + r * PANEL + h * TILE + v * W, sum[r][h][v]);
     }
-    for (int r = 0; r < R; r++)
-        for (int h = 0; h < 2; h++)
-            for (int v = 0; v < V; v++) store(sums + r * PANEL + h * TILE + v * W, sum[r][h][v]);
 }
 
 // Up to ROWS rows of x. `arrange` brings them to the order in which `multiply` reads them: by k, a step being rows * STEP
@@ -114,7 +124,7 @@ static void multiply_panel(float* sums, const PlainSteps<T>& weights, const type
 // multiplication of that many rows, `finish` after the last of all. A block that `INTERLEAVES` takes QuantizedSteps, too.
 template <class T>
 struct Block {
-    static constexpr int ROWS = W == 16 ? 12 : (W == 8 ? 2 : 1);  // as many as registers hold
+    static constexpr int ROWS = W == 16 ? 12 : (W == 8 ? 6 : 1);  // as many as registers hold
     static constexpr bool INTERLEAVES = false;
     using X = typename Product<T>::X;
 
@@ -127,8 +137,8 @@ struct Block {
                     convert(to[(i / G * rows + r) * G + j - i], from[r * stride + j]);
     }
 
-    template <int R = ROWS>
-    static void multiply(float* sums, const PlainSteps<T>& weights, const X* x, int64_t rows, int64_t steps, bool add) {
+    template <int R = ROWS, class E>
+    static void multiply(float* sums, const PlainSteps<E>& weights, const X* x, int64_t rows, int64_t steps, bool add) {
         if (rows == R) return multiply_panel<T, R>(sums, weights, x, steps, add);
         if constexpr (R > 1) multiply<R - 1>(sums, weights, x, rows, steps, add);
     }
@@ -219,7 +229,7 @@ struct PanelProduct {
     int64_t panel, all_steps, begin, steps, rows, padded;
     const X* x;
     float* sums;
-    T* room;
+    X* room;
     int64_t& prepared;
 
     void run() const {
@@ -232,20 +242,21 @@ struct PanelProduct {
             const uint8_t* codes = static_cast<const uint8_t*>(part.data) + panel * F::panel_bytes(all_steps);
             if constexpr (Block<T>::INTERLEAVES)
                 if (rows <= Block<T>::ROWS) return multiply(0, QuantizedSteps<T, F>{codes, begin, room});
-            for (int64_t s = 0; s < steps; s++) dequantize_step<F>(room + s * STEP * PANEL, codes, begin + s);
+            for (int64_t s = 0; s < steps; s++) dequantize_step<F, T>(room + s * STEP * PANEL, codes, begin + s);
             multiply_all(room, false);
         });
     }
 
-    void multiply_all(const T* data, bool prefetch) const {
-        constexpr int64_t ROWS = Block<T>::ROWS, STEP_BYTES = STEP * PANEL * sizeof(T);
+    template <class E>
+    void multiply_all(const E* data, bool prefetch) const {
+        constexpr int64_t ROWS = Block<T>::ROWS, STEP_BYTES = STEP * PANEL * sizeof(E);
         const char* ahead = reinterpret_cast<const char*>(data);
-        if (rows <= ROWS) return multiply(0, PlainSteps<T>{data, ahead + PREFETCH_BYTES, prefetch ? STEP_BYTES : 0});
+        if (rows <= ROWS) return multiply(0, PlainSteps<E>{data, ahead + PREFETCH_BYTES, prefetch ? STEP_BYTES : 0});
         // All rows take their turn before the next panel is wanted: each ROWS of them fetch a share of it.
         const int64_t share = prefetch ? (STEP_BYTES * ROWS / rows + 63) / 64 * 64 : 0;
         ahead += all_steps * STEP_BYTES;
         for (int64_t m = 0; m < rows; m += ROWS, ahead += steps * share)
-            multiply(m, PlainSteps<T>{data, ahead, share});
+            multiply(m, PlainSteps<E>{data, ahead, share});
     }
 
     template <class Steps>
@@ -269,7 +280,7 @@ static void linear(Out* out, const T* x, int64_t x_stride, const Linear& weight,
     for (int64_t i = 0; i < weight.num_parts; i++) quantized |= weight.parts[i].format != PLAIN;
     // In steps.
     const bool one_by_one = few && Block<T>::INTERLEAVES;
-    const int64_t at_once = few ? DEQUANTIZED_STEPS : BLOCK_BYTES / (STEP * sizeof(X));
+    const int64_t at_once = (few ? DEQUANTIZED_BYTES / PANEL : BLOCK_BYTES) / (STEP * sizeof(X));
     const int64_t block = few && (one_by_one || !quantized) ? all_steps : at_once;
     // Runs of panels: long enough to stream, short enough that threads end together.
     const int64_t runs = panels * padded < 4096 ? 1 : std::min<int64_t>(items, RUNS_PER_THREAD * threads);
@@ -277,7 +288,7 @@ static void linear(Out* out, const T* x, int64_t x_stride, const Linear& weight,
         const int64_t most_rows = std::min(num_rows, BATCH_ROWS), sums_size = most_rows * PANEL;
         const auto arranged = aligned<X>(most_rows * padded);
         const auto sums = aligned<float>(PANELS * sums_size);
-        const auto room = aligned<T>(quantized ? (one_by_one ? 2 : block) * STEP * PANEL : 0);
+        const auto room = aligned<X>(quantized ? (one_by_one ? 2 : block) * STEP * PANEL : 0);
         int64_t prepared = 0, arranged_batch = -1, item = 0, last = 0;
         const auto more = [&] {
             int64_t run;

@@ -104,9 +104,9 @@ struct Lanes {
     }
 };
 
-// Step `s` of a panel to the plain layout.
-template <class F, class T>
-void dequantize_step(T* to, const uint8_t* panel, int64_t s) {
+// Step `s` of a panel to the plain layout, rounded to T, as numbers of type X: T, or the floats that will be multiplied.
+template <class F, class T, class X>
+void dequantize_step(X* to, const uint8_t* panel, int64_t s) {
     constexpr int V = TILE / W, ROWS = STEP / F::SCALES;  // rows of 16 elements in a tile with the same scale
     const uint8_t* head = panel + s / F::BLOCK_STEPS * F::BLOCK_BYTES;
     const uint8_t* step = head + F::HEAD_BYTES + s % F::BLOCK_STEPS * F::STEP_BYTES;
@@ -136,8 +136,9 @@ void dequantize_step(T* to, const uint8_t* panel, int64_t s) {
                         } else {
                             code = load(reinterpret_cast<const int8_t*>(codes) + (r + i) * TILE + v * W);
                         }
-                        const vfloat scaled = code * scales.row[i % 2][v];
-                        return F::MINIMUM ? scaled + minimums.row[i % 2][v] : scaled;
+                        vfloat scaled = code * scales.row[i % 2][v];
+                        if (F::MINIMUM) scaled += minimums.row[i % 2][v];
+                        return std::is_same_v<X, T> ? scaled : round_to<false>(static_cast<T*>(nullptr), scaled);
                     };
 #pragma GCC unroll 4
                     for (int i = 0; i < 8; i += 2) store_rows(to + (r + i) * TILE + v * W, value(i), value(i + 1));

@@ -116,15 +116,31 @@ inline vfloat load(const int8_t* p) {
 
 inline void store(float* p, vfloat v) { memcpy(p, &v, sizeof v); }
 
-// Round to nearest, ties to even; a NaN stays one.
+// v as it comes back from memory of that element type: to nearest, ties to even. `ANY`: a NaN stays one, whatever its bits.
+template <bool ANY = true>
+inline vfloat round_to(const float*, vfloat v) {
+    return v;
+}
+template <bool ANY = true>
+inline vfloat round_to(const bf16*, vfloat v) {
+#if defined(__AVX512BF16__)
+    return (vfloat)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(v)), 16);
+#else
+    const vuint bits = (vuint)v;
+    const vuint rounded = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
+    if (!ANY) return (vfloat)rounded;
+    return v == v ? (vfloat)rounded : (vfloat)(vuint{} + 0x7fc00000);
+#endif
+}
+
 inline void store(bf16* p, vfloat v) {
 #if defined(__AVX512BF16__)
     const __m256bh h = _mm512_cvtneps_pbh(v);
+#elif defined(__AVX2__)
+    const __m256i words = (__m256i)((vuint)round_to(p, v) >> 16);
+    const __m128i h = _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
 #else
-    const vuint bits = (vuint)v;
-    vuint rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    rounded = v == v ? rounded : vuint{} + 0x7fc0;
-    const vhalf h = __builtin_convertvector(rounded, vhalf);
+    const vhalf h = __builtin_convertvector((vuint)round_to(p, v) >> 16, vhalf);
 #endif
     memcpy(p, &h, sizeof h);
 }
@@ -133,6 +149,10 @@ inline void store(bf16* p, vfloat v) {
 inline void store(int8_t* p, vfloat v) {
 #if defined(__AVX512F__)
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
+#elif defined(__AVX2__)
+    const __m256i wide = _mm256_cvtps_epi32(v);
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
 #else
     for (int i = 0; i < W; i++) p[i] = static_cast<int8_t>(std::nearbyint(v[i]));
 #endif
@@ -160,14 +180,6 @@ void for_each_vector(int64_t n, F f) {
         f(i, [](auto* p) { return load(p); }, [](auto* p, vfloat v) { store(p, v); });
     if (const int rest = static_cast<int>(n - i))
         f(i, [rest](auto* p) { return load_part(p, rest); }, [rest](auto* p, vfloat v) { store_part(p, v, rest); });
-}
-
-// v as it comes back from memory of that element type.
-inline vfloat round_to(const float*, vfloat v) { return v; }
-inline vfloat round_to(const bf16*, vfloat v) {
-    bf16 rounded[W];
-    store(rounded, v);
-    return load(rounded);
 }
 
 inline vfloat max(vfloat a, vfloat b) { return a > b ? a : b; }
