@@ -60,7 +60,10 @@ _CALL = {
     "properties": {
         "function": {
             "type": "object",
-            "properties": {"name": {"type": "string"}, "arguments": {"type": ["object", "string"]}},  # text: of JSON
+            "properties": {
+                "name": {"type": "string"},
+                "arguments": {"type": ["object", "string", "null"]},  # text: of JSON
+            },
             "required": ["name"],
         }
     },

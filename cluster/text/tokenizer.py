@@ -28,9 +28,9 @@ class Tokenizer:
     """
 
     def __init__(self, wrapped: Any, eos_ids: Sequence[int], name: str):
-        """`wrapped` is a `transformers.PreTrainedTokenizerFast`; `name` is for messages."""
+        """`wrapped` is a `transformers.PreTrainedTokenizerFast`; `name`, a path maybe, is for messages."""
         self._wrapped = wrapped
-        self._name = name
+        self._name = Path(name).name  # clients read them
         self.backend: Backend = wrapped.backend_tokenizer
         self.backend.no_truncation()  # some tokenizer.json files bring a training run's length limit
         self.backend.no_padding()
@@ -263,12 +263,16 @@ def _plain_content(content: Any, where: str) -> str:
 def _plain_call(call: Any, where: str, no_objects: list[str]) -> dict[str, Any]:
     """OpenAI sends a call's arguments as JSON text; templates print them as an object.
 
-    What is none becomes an empty one, as in vLLM: an answer that was cut off may be in the history for ever.
+    Text that is none becomes an empty one, as in vLLM: an answer that was cut off may be in the history for ever.
     """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise InvalidRequest(f"{where} must hold objects with a function", where)
-    arguments = function.get("arguments") or {}
+    arguments = function.get("arguments")
+    if arguments is not None and not isinstance(arguments, str | Mapping):
+        kind = type(arguments).__name__
+        raise InvalidRequest(f"{where}: arguments must be JSON text, or an object, not {kind}", where)
+    arguments = arguments or {}
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)

@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -111,6 +112,7 @@ def build(tier: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with _locked(path.with_suffix(".lock")):
         if not _is_whole(path):
+            print(f"pagedray: compiling the kernels for this CPU ({tier}), once", file=sys.stderr, flush=True)
             _compile(compiler, flags, [s for s in sources if s.suffix == ".cpp"], path)
     return path
 

@@ -56,7 +56,8 @@ Step = Sequence[int] | float | Exception
 class FakeEngine:
     """An `EngineClient`. `script` gives each request's steps; the fake ends a sequence as an engine would.
 
-    `aborted` and `running` hold request ids; with `room` for so many, the queue is full for any other.
+    `aborted` and `running` hold request ids; with `room` for so many, the queue is full for any other. `max_model_len`
+    ends what nothing else does.
     """
 
     def __init__(self, tokenizer: Tokenizer, script: Callable[[Request], Iterable[Step]] | None = None):
@@ -66,6 +67,7 @@ class FakeEngine:
         self.requests: list[Request] = []
         self.running: set[str] = set()
         self.room = math.inf
+        self.max_model_len = math.inf
         self.aborted: list[str] = []
 
     def spell(self, text: str, together: int = 1, end: str = EOS) -> list[Step]:
@@ -106,7 +108,7 @@ class FakeEngine:
                         reason, stop_token = "stop", token
                     elif token in self.tokenizer.eos_token_ids and not sampling.ignore_eos:
                         reason = "stop"
-                    elif count == sampling.max_tokens:
+                    elif count == sampling.max_tokens or len(request.prompt_token_ids) + count >= self.max_model_len:
                         reason = "length"
                     if reason:
                         break

@@ -416,10 +416,18 @@ def test_arguments_that_are_no_object_are_an_empty_one(chat_file, caplog):
         calls = [{"function": {"name": "f", "arguments": arguments}}]
         assert text_of(tokenizer, [{"role": "assistant", "tool_calls": calls}]) == f"{printed};"
     assert not caplog.records
-    broken = ('{"a": ', "[" * 9**5, "[1]", "null", [1])
+    broken = ('{"a": ', "[" * 9**5, "[1]", "null")
     calls = [{"function": {"name": "f", "arguments": arguments}} for arguments in broken]
     assert text_of(tokenizer, [{"role": "assistant", "tool_calls": calls}]) == "{};" * len(broken)
     assert [r.levelname for r in caplog.records] == ["WARNING"] and "messages[0].tool_calls" in caplog.text
+
+
+@pytest.mark.parametrize("arguments", [0, 1.5, False, []], ids=repr)
+def test_arguments_that_are_neither_text_nor_an_object_are_refused(chat_file, arguments):
+    calls = [{"function": {"name": "f", "arguments": arguments}}]
+    with pytest.raises(InvalidRequest, match="arguments must be JSON text") as refused:
+        Tokenizer.load(chat_file("{{ 1 }}")).apply_chat_template([{"role": "assistant", "tool_calls": calls}])
+    assert refused.value.param == "messages[0].tool_calls"
 
 
 def test_a_templates_own_words_reach_the_client(chat_file):
@@ -438,7 +446,7 @@ def test_a_template_that_fails_is_not_an_internal_error(chat_file):
 def test_without_a_template_the_operator_is_told_what_to_set(chat_file):
     tokenizer = Tokenizer.load(chat_file(None))
     assert not tokenizer.has_chat_template
-    with pytest.raises(InvalidRequest, match="no chat template.*set tokenizer"):
+    with pytest.raises(InvalidRequest, match="^chat.gguf has no chat template.*set tokenizer"):  # no path of the machine's
         tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
 
 

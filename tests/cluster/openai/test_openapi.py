@@ -47,7 +47,8 @@ def served(tmp_path_factory):
     hello = engine.spell("Hello world")
     more = [token for step in hello for token in step] * 20  # where its end is ignored
     engine.script = lambda request: itertools.chain(hello, itertools.repeat(more))
-    models = {"m": ServedModel("m", tokenizer, 512, 0, tool_call_parser="hermes")}
+    engine.max_model_len = 512  # where a chat that says neither `max_tokens` nor when to stop ends
+    models = {"m": ServedModel("m", tokenizer, engine.max_model_len, 0, tool_call_parser="hermes")}
     options = FileOptions(str(tmp_path_factory.mktemp("files")), max_tenant_files=20, max_file_bytes=100_000)
     app = None
 
