@@ -2,10 +2,10 @@
 
     python tests/bench/linears.py [--against OLD.so] [--rows 1 16 512] [--kinds bf16 Q4_1] [--tier avx2] [--rounds 5]
 
-Weights are taken in turn out of 256 MB, so that they come from memory. `--against` is as in attention.py: a library from
-the cache folder, built from other sources with the same signatures and the same order of packed weights. Printed: medians
-in microseconds a call, and the medians of each round's ratio of the others' time to ours. PyTorch computes a dequantized
-weight in the dtype.
+Weights are taken in turn out of 256 MB, so that they come from memory. `--against` is as in attention.py: a library
+from the cache folder, built from other sources with the same signatures and the same order of packed weights. Printed:
+medians in microseconds a call, and the medians of each round's ratio of the others' time to ours. PyTorch computes a
+dequantized weight in the dtype.
 """
 
 import argparse

@@ -446,7 +446,7 @@ def test_a_template_that_fails_is_not_an_internal_error(chat_file):
 def test_without_a_template_the_operator_is_told_what_to_set(chat_file):
     tokenizer = Tokenizer.load(chat_file(None))
     assert not tokenizer.has_chat_template
-    with pytest.raises(InvalidRequest, match="^chat.gguf has no chat template.*set tokenizer"):  # no path of the machine's
+    with pytest.raises(InvalidRequest, match="^chat.gguf has no chat template.*set tokenizer"):  # no folder's name
         tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
 
 

@@ -1,9 +1,9 @@
 """Triton's interpreter with honest bfloat16 and fp8; import it before anything that imports triton.
 
 As it comes (3.6 to 3.8) the interpreter computes on the bit patterns of bf16 in `tl.dot`, arithmetic and comparisons,
-truncates fp32 to bf16 and rounds to fp8 wrongly, all without an error; and a row of `tl.dot` depends on its company where
-NumPy's BLAS makes it so. It also prepares Triton's language anew at each call of a helper, which is half of its time;
-here it does so once a launch. This replaces private functions of Triton, so it is for tests alone;
+truncates fp32 to bf16 and rounds to fp8 wrongly, all without an error; and a row of `tl.dot` depends on its company
+where NumPy's BLAS makes it so. It also prepares Triton's language anew at each call of a helper, which is half of its
+time; here it does so once a launch. This replaces private functions of Triton, so it is for tests alone;
 test_gpu_interpreter.py fails where a version makes it useless or breaks it.
 """
 
