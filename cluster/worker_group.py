@@ -528,6 +528,7 @@ class WorkerGroup:
 
         began = time.time()
         context = serve.get_replica_context()
+        self.model = model
         self.group_id = f"{context.replica_id.unique_id}-{uuid.uuid4().hex[:8]}"
         self.application, self.num_shards = context.app_name, num_shards
         placement_group = ray.util.get_current_placement_group()
@@ -566,6 +567,7 @@ class WorkerGroup:
         if self._leaving:
             return
         logger.error("group %s is lost and will be built anew: %s", self.group_id, why)
+        _say(f"a group of {self.model} is lost and will be built anew")
         try:
             ray.kill(self.leader)  # stopped or cut off, it must not come back
             ray.get([s.remove_group.remote(self.group_id, "lost") for s in self._schedulers()], timeout=CALL_TIMEOUT)

@@ -125,6 +125,7 @@ def test_the_leader_dies_and_its_streams_go_on_when_the_group_is_back(server):
     assert [stream.answer() for stream in streams] == [undisturbed] * 3
     assert httpx.get(f"{server.url}/health", timeout=10).status_code == 200
     assert server.metric("pagedray_request_resumed_total") >= 3
+    assert "is lost and will be built anew" in server.log.read_text()
     answers_again(server, 60)
     server.wait_idle(10)
 
