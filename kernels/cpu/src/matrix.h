@@ -63,21 +63,17 @@ class Multiplier {
 
     void operator()(float* c, int64_t c_stride, const Element<T>* a, int64_t a_stride, const Element<T>* b, int rows,
                     int64_t depth, int64_t columns) {
-        constexpr int R = W == 8 ? 6 : 4;  // with P panels, as many sums as registers hold
+        constexpr int R = 4;
         int r = 0;
         for (; r + R <= rows; r += R)
             multiply_rows<R>(c + r * c_stride, c_stride, a + r * a_stride, a_stride, b, depth, columns);
-        multiply_rest<R - 1>(c + r * c_stride, c_stride, a + r * a_stride, a_stride, b, rows - r, depth, columns);
+        c += r * c_stride, a += r * a_stride;
+        if (rows - r == 3) multiply_rows<3>(c, c_stride, a, a_stride, b, depth, columns);
+        if (rows - r == 2) multiply_rows<2>(c, c_stride, a, a_stride, b, depth, columns);
+        if (rows - r == 1) multiply_rows<1>(c, c_stride, a, a_stride, b, depth, columns);
     }
 
    private:
-    template <int R>
-    static void multiply_rest(float* c, int64_t c_stride, const Element<T>* a, int64_t a_stride, const Element<T>* b,
-                              int rows, int64_t depth, int64_t columns) {
-        if (rows == R) return multiply_rows<R>(c, c_stride, a, a_stride, b, depth, columns);
-        if constexpr (R > 1) multiply_rest<R - 1>(c, c_stride, a, a_stride, b, rows, depth, columns);
-    }
-
     template <int R>
     static void multiply_rows(float* c, int64_t c_stride, const Element<T>* a, int64_t a_stride, const Element<T>* b,
                               int64_t depth, int64_t columns) {
