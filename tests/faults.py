@@ -54,6 +54,7 @@ SHORT_DECK = (
     *("controller SIGKILL", "network cut 1.5 s", "network cut 1.5 s", "network cut 2.5 s"),
 )
 _AHEAD = 20  # faults among which the next one is chosen
+_LONG_CUT_SECONDS = 10.0  # of the network: groups on the other side are given up
 
 # What is in the Ray cluster: run on the first host.
 _STATE = """
@@ -236,6 +237,9 @@ class Chaos:
     They come in the given order, but for those that must wait: a group is only taken away while another one serves, so
     what needs no group overtakes while one is built anew. Nothing waits for the end of a fault: cables are mended and
     processes go on when their time has come, whatever else has happened by then.
+
+    Groups do not die while the network is cut for long: Ray 2.60 forgets to give back the cores of a group on the other
+    side that it takes away meanwhile (github.com/ray-project/ray/issues/64696), and never places another one there.
     """
 
     def __init__(self, cluster: Cluster, clients: Clients, rng: random.Random, say: Callable[[str], None] = print):
@@ -246,6 +250,7 @@ class Chaos:
         self._missed: list[Fault] = []  # that took groups which have not come back
         self._hanging: dict[int, float] = {}  # process id → when it must have been found out
         self._passing: list[threading.Timer] = []  # what ends by itself
+        self._cut_until = 0.0  # a cut of the network that groups do not outlive
         self._edge: Fault | None = None  # the last that took an ingress or proxy, until another one answers
         self._num_answers = 0  # since then
 
@@ -296,10 +301,12 @@ class Chaos:
     def _may_come(self, name: str) -> bool:
         kind, how = name.split()[:2]
         if kind == "network":
-            return not self._passing and (float(name.split()[2]) < 10.0 or self._num_up == self.cluster.groups)
+            all_up = self._num_up == self.cluster.groups and not self._missed
+            return not self._passing and (float(name.split()[2]) < _LONG_CUT_SECONDS or all_up)
         if kind in _OF_A_GROUP and how != "stopped":
             others = self._num_up - len(self._hanging) - 1
-            return others >= min(1, self.cluster.groups - 1) and bool(self._victims(kind))
+            enough = others >= min(1, self.cluster.groups - 1)
+            return enough and bool(self._victims(kind)) and time.monotonic() > self._cut_until
         return bool(self._victims(kind)) and not (kind in _EDGE and self._edge is not None)
 
     def _victims(self, kind: str) -> list[int]:
@@ -314,6 +321,8 @@ class Chaos:
             first, *others = self.cluster.network.hosts
             self.cluster.network.partition([first], others)
             self._end_after(for_, self.cluster.network.heal)
+            if for_ >= _LONG_CUT_SECONDS:
+                self._cut_until = time.monotonic() + for_
             return
         pid = self.rng.choice(self._victims(kind))
         _signal(pid, signal.SIGSTOP if how == "stopped" else getattr(signal, how))
