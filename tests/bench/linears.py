@@ -40,6 +40,8 @@ def weight_of(kind, n, k):
 
 
 def seconds(call, weights):
+    for weight in weights:  # the first to touch memory again may pay for its having been left alone
+        call(weight)
     start = time.perf_counter()
     for weight in weights:
         call(weight)
@@ -58,7 +60,11 @@ def measure(kind, n, k, rows, ours, theirs, rounds):
         sides["the other build"] = (lambda w: theirs["linear"](x, w, None), packed)
     sides["torch"] = (lambda w: torch.nn.functional.linear(x, w), plain)
     some = {name: weights[: max(4, len(weights) // rows)] for name, (_, weights) in sides.items()}
-    turns = [{name: seconds(call, some[name]) for name, (call, _) in sides.items()} for _ in range(rounds + 1)][1:]
+    turns = []
+    for i in range(rounds + 1):  # who comes after whom changes, too
+        order = list(sides) if i % 2 else list(sides)[::-1]
+        turns.append({name: seconds(sides[name][0], some[name]) for name in order})
+    turns = turns[1:]
     line = f"{n:5} x {k:4} {kind:4} {rows:4} rows:"
     for name in sides:
         line += f"  {name} {1e6 * statistics.median(t[name] for t in turns):.0f}"

@@ -122,9 +122,11 @@ static void multiply_panel(float* sums, const PlainSteps<E>& weights, const type
 // Up to ROWS rows of x. `arrange` brings them to the order in which `multiply` reads them: by k, a step being rows * STEP
 // elements. `multiply` sets sums [rows][32] to `steps` steps of a panel, or adds them. `prepare` comes before the first
 // multiplication of that many rows, `finish` after the last of all. A block that `INTERLEAVES` takes QuantizedSteps, too.
+// With up to FEW rows a panel is read once, as one stream.
 template <class T>
 struct Block {
     static constexpr int ROWS = W == 16 ? 12 : (W == 8 ? 6 : 1);  // as many as registers hold
+    static constexpr int FEW = std::min(ROWS, SUMS / (2 * TILE / W));
     static constexpr bool INTERLEAVES = false;
     using X = typename Product<T>::X;
 
@@ -157,7 +159,7 @@ struct __attribute__((packed)) TileConfig {
 // The matrix unit: 16 x 16 sums of 32 products in one instruction. Tiles 0-3 are sums, 4-5 x, 6-7 W.
 template <>
 struct Block<bf16> {
-    static constexpr int ROWS = 2 * TILE;
+    static constexpr int ROWS = 2 * TILE, FEW = ROWS;
     static constexpr bool INTERLEAVES = true;
     using X = bf16;
 
@@ -220,13 +222,13 @@ struct Block<bf16> {
 };
 #endif
 
-// Steps of a part's panel, from `begin` of `all_steps` on, times rows of x, Block::ROWS at a time. To `room` quantized
+// Steps of a part's panel, from `begin` of `all_steps` on, times rows of x, `at_a_time` of them. To `room` quantized
 // weights are dequantized, once for all rows. `x` is arranged, `prepared` the number of rows that Block is prepared for.
 template <class T>
 struct PanelProduct {
     using X = typename Block<T>::X;
     const Part& part;
-    int64_t panel, all_steps, begin, steps, rows, padded;
+    int64_t panel, all_steps, begin, steps, rows, at_a_time, padded;
     const X* x;
     float* sums;
     X* room;
@@ -249,19 +251,20 @@ struct PanelProduct {
 
     template <class E>
     void multiply_all(const E* data, bool prefetch) const {
-        constexpr int64_t ROWS = Block<T>::ROWS, STEP_BYTES = STEP * PANEL * sizeof(E);
+        constexpr int64_t STEP_BYTES = STEP * PANEL * sizeof(E);
         const char* ahead = reinterpret_cast<const char*>(data);
-        if (rows <= ROWS) return multiply(0, PlainSteps<E>{data, ahead + PREFETCH_BYTES, prefetch ? STEP_BYTES : 0});
-        // All rows take their turn before the next panel is wanted: each ROWS of them fetch a share of it.
-        const int64_t share = prefetch ? (STEP_BYTES * ROWS / rows + 63) / 64 * 64 : 0;
+        if (rows <= at_a_time)
+            return multiply(0, PlainSteps<E>{data, ahead + PREFETCH_BYTES, prefetch ? STEP_BYTES : 0});
+        // All rows take their turn before the next panel is wanted: those of each turn fetch a share of it.
+        const int64_t share = prefetch ? (STEP_BYTES * at_a_time / rows + 63) / 64 * 64 : 0;
         ahead += all_steps * STEP_BYTES;
-        for (int64_t m = 0; m < rows; m += ROWS, ahead += steps * share)
+        for (int64_t m = 0; m < rows; m += at_a_time, ahead += steps * share)
             multiply(m, PlainSteps<E>{data, ahead, share});
     }
 
     template <class Steps>
     void multiply(int64_t m, const Steps& weights) const {
-        const int64_t count = std::min<int64_t>(Block<T>::ROWS, rows - m);
+        const int64_t count = std::min(at_a_time, rows - m);
         if (count != prepared) Block<T>::prepare(prepared = count);
         Block<T>::multiply(sums + m * PANEL, weights, x + m * padded + begin * STEP * count, count, steps, begin > 0);
     }
@@ -275,9 +278,11 @@ static void linear(Out* out, const T* x, int64_t x_stride, const Linear& weight,
     constexpr int64_t BATCH_ROWS = (BATCH + ROWS - 1) / ROWS * ROWS;
     const int64_t batches = (num_rows + BATCH_ROWS - 1) / BATCH_ROWS, items = batches * panels;
     const T* bias = static_cast<const T*>(weight.bias);
-    const bool few = num_rows <= ROWS;
+    const bool few = num_rows <= Block<T>::FEW;
     bool quantized = false;
     for (int64_t i = 0; i < weight.num_parts; i++) quantized |= weight.parts[i].format != PLAIN;
+    // Where weights are plain and rows not many, the larger block gained nothing.
+    const int64_t at_a_time = !quantized && !few && num_rows <= ROWS ? Block<T>::FEW : ROWS;
     // In steps.
     const bool one_by_one = few && Block<T>::INTERLEAVES;
     const int64_t at_once = (few ? DEQUANTIZED_BYTES / PANEL : BLOCK_BYTES) / (STEP * sizeof(X));
@@ -302,9 +307,9 @@ static void linear(Out* out, const T* x, int64_t x_stride, const Linear& weight,
             const int64_t begin = item / panels * BATCH_ROWS, end = std::min(begin + BATCH_ROWS, num_rows);
             if (item / panels != arranged_batch) {
                 arranged_batch = item / panels;
-                for (int64_t m = begin; m < end; m += ROWS)
+                for (int64_t m = begin; m < end; m += at_a_time)
                     Block<T>::arrange(arranged.get() + (m - begin) * padded, x + m * x_stride, x_stride,
-                                      std::min<int64_t>(ROWS, end - m), weight.k, padded);
+                                      std::min(at_a_time, end - m), weight.k, padded);
             }
             const int64_t first = item % panels;  // and some neighbors of the same part
             const Part* part = weight.parts;
@@ -314,7 +319,7 @@ static void linear(Out* out, const T* x, int64_t x_stride, const Linear& weight,
             for (int64_t s = 0; s < all_steps; s += block) {
                 const int64_t steps = std::min(block, all_steps - s);
                 for (int64_t i = 0; i < count; i++)
-                    PanelProduct<T>{*part, panel + i, all_steps, s, steps, end - begin, padded, arranged.get(),
+                    PanelProduct<T>{*part, panel + i, all_steps, s, steps, end - begin, at_a_time, padded, arranged.get(),
                                     sums.get() + i * sums_size, room.get(), prepared}
                         .run();
             }
