@@ -86,8 +86,9 @@ class Step:
         return 1e6 * (time.perf_counter() - start) / (repeats * len(self.caches))
 
 
-def attention_of(path, tier):
-    return launch.operations(library.NativeLibrary(tier, path, ctypes.CDLL(str(path))))["paged_attention"]
+def operations_of(path, tier):
+    """Those of a native library that may be another build than this one."""
+    return launch.operations(library.NativeLibrary(tier, path, ctypes.CDLL(str(path))))
 
 
 def main():
@@ -103,14 +104,14 @@ def main():
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
-    ours = attention_of(library.build(args.tier), args.tier)
+    ours = operations_of(library.build(args.tier), args.tier)["paged_attention"]
     for name, case in CASES.items():
         if args.case and not any(part in name for part in args.case):
             continue
         step = Step(*case, getattr(torch, args.dtype))
         sides = [(step, ours)]
         if args.against:
-            sides.append((step, attention_of(args.against, args.tier)))
+            sides.append((step, operations_of(args.against, args.tier)["paged_attention"]))
         if args.int8:
             sides.insert(0, (step.in_int8(), ours))
         for side, attention in sides:  # warm up

@@ -9,34 +9,22 @@ dequantized weight in the dtype.
 """
 
 import argparse
-import ctypes
 import statistics
 import time
 from pathlib import Path
 
 import torch
+from attention import operations_of
+from quantized import SHAPES, WORKING_SET, random_blocks
 
-from pagedray.kernels import ops
-from pagedray.kernels.cpu import launch, library
+from pagedray.kernels.cpu import library
 
-SHAPES = [(960, 576), (3072, 576), (576, 1536), (49152, 576), (8192, 2048)]  # N, K: the demo model's, and a larger one
-WORKING_SET = 1 << 28  # bytes of packed weights
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-def operations_of(path, tier):
-    return launch.operations(library.NativeLibrary(tier, path, ctypes.CDLL(str(path))))
 
 
 def weight_of(kind, n, k):
     """A weight to pack: a tensor, or blocks of GGUF's format `kind`."""
-    if kind in DTYPES:
-        return torch.randn(n, k).to(DTYPES[kind])
-    form = ops.FORMATS[kind]
-    blocks = torch.randint(0, 256, (n, k // form.values * form.bytes), dtype=torch.uint8)
-    for scales in (blocks.view(n, -1, form.bytes)[..., 1], blocks.view(n, -1, form.bytes)[..., 3]):
-        scales &= 0x1F  # fp16 of a weight's size
-    return ops.QuantizedTensor(blocks, form)
+    return torch.randn(n, k).to(DTYPES[kind]) if kind in DTYPES else random_blocks(kind, n, k)
 
 
 def seconds(call, weights):
@@ -50,9 +38,9 @@ def seconds(call, weights):
 
 def measure(kind, n, k, rows, ours, theirs, rounds):
     dtype = DTYPES.get(kind, torch.bfloat16)
-    one = ours["pack_linear"](weight_of(kind, n, k), None, dtype)
-    copies = max(1, WORKING_SET // one.data.nbytes)
-    packed = [one, *(ours["pack_linear"](weight_of(kind, n, k), None, dtype) for _ in range(copies - 1))]
+    packed = [ours["pack_linear"](weight_of(kind, n, k), None, dtype)]
+    while sum(weight.data.nbytes for weight in packed) < WORKING_SET:
+        packed.append(ours["pack_linear"](weight_of(kind, n, k), None, dtype))
     plain = [torch.randn(n, k).to(dtype) for _ in range(max(1, WORKING_SET // (n * k * dtype.itemsize)))]
     x = torch.randn(rows, k).to(dtype)
     sides = {"ours": (lambda w: ours["linear"](x, w, None), packed)}

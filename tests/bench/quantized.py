@@ -66,14 +66,19 @@ def engines(model, rounds, threads):
             )
 
 
-def packed(kind, n, k):
-    if kind is None:
-        return ops.pack_linear(torch.randn(n, k).bfloat16())
+def random_blocks(kind, n, k):
+    """A weight in blocks of GGUF's format `kind`."""
     form = ops.FORMATS[kind]
     blocks = torch.randint(0, 256, (n, k // form.values * form.bytes), dtype=torch.uint8)
     for scales in (blocks.view(n, -1, form.bytes)[..., 1], blocks.view(n, -1, form.bytes)[..., 3]):
         scales &= 0x1F  # fp16 of a weight's size
-    return ops.pack_linear(ops.QuantizedTensor(blocks, form), None, torch.bfloat16)
+    return ops.QuantizedTensor(blocks, form)
+
+
+def packed(kind, n, k):
+    if kind is None:
+        return ops.pack_linear(torch.randn(n, k).bfloat16())
+    return ops.pack_linear(random_blocks(kind, n, k), None, torch.bfloat16)
 
 
 def linears(rounds, kinds, rows_list):

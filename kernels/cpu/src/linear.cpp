@@ -85,7 +85,7 @@ struct QuantizedSteps {
     }
 };
 
-// As many registers as hold sums beside a row's weights: 24 of AVX-512's 32; of 16 as many as leave a panel's weights room.
+// As many registers as hold sums: 24 of AVX-512's 32; of 16 as many as leave a panel's weights room.
 constexpr int SUMS = W == 16 ? 24 : 8;
 
 // sums [R][32] = or += R rows of x times a panel, in registers; of many rows, one of the panel's two tiles after the other.
@@ -319,8 +319,8 @@ static void linear(Out* out, const T* x, int64_t x_stride, const Linear& weight,
             for (int64_t s = 0; s < all_steps; s += block) {
                 const int64_t steps = std::min(block, all_steps - s);
                 for (int64_t i = 0; i < count; i++)
-                    PanelProduct<T>{*part, panel + i, all_steps, s, steps, end - begin, at_a_time, padded, arranged.get(),
-                                    sums.get() + i * sums_size, room.get(), prepared}
+                    PanelProduct<T>{*part, panel + i, all_steps, s, steps, end - begin, at_a_time, padded,
+                                    arranged.get(), sums.get() + i * sums_size, room.get(), prepared}
                         .run();
             }
             for (int64_t m = begin; m < end; m++)
