@@ -11,6 +11,8 @@ import functools
 import hashlib
 import logging
 import os
+import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -33,7 +35,7 @@ _AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mprefer-v
 TIERS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "amx": (_AVX512 | {"amx_tile", "amx_bf16"}, (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16")),
     "avx512": (_AVX512, _AVX512_FLAGS),
-    "avx2": (frozenset({"avx2", "fma", "f16c", "bmi2"}), ("-march=x86-64-v3",)),
+    "avx2": (frozenset({"avx2", "fma", "f16c", "bmi2"}), ("-mavx2", "-mfma", "-mf16c", "-mbmi2")),
     "scalar": (frozenset(), ()),
 }
 
@@ -42,7 +44,7 @@ BUILD_SECONDS = 120.0  # a compiler that takes longer is taken for broken
 
 
 class BuildError(Exception):
-    """The native library cannot be had here; the message says why and what to do."""
+    """The compiler does not take the sources, or not for that tier; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -53,20 +55,29 @@ class NativeLibrary:
 
 
 def load(tier: str | None = None) -> NativeLibrary | None:
-    """The library for `tier` (by default the best this CPU has), or None, with one warning, where there is none.
+    """The library for `tier` (by default the best that this CPU has and the compiler knows), or None, with one warning,
+    where there is none.
 
     Raises ValueError where `tier` is no tier's name or this CPU does not have it.
     """
     available = available_tiers()
     if tier is not None and tier not in available:
         raise ValueError(f"PAGEDRAY_KERNELS={tier}: this CPU has {', '.join(available)}; `reference` forces PyTorch")
-    tier = tier or available[0]
-    try:
-        path = build(tier)
-        return NativeLibrary(tier, path, ctypes.CDLL(str(path)))
-    except (BuildError, OSError) as error:
-        logger.warning("cpu kernels: PyTorch reference, many times slower than native ones: %s", error)
-        return None
+    first_error: Exception | None = None
+    for candidate in (tier,) if tier else available:
+        try:
+            path = build(candidate)
+            library = NativeLibrary(candidate, path, ctypes.CDLL(str(path)))
+        except (BuildError, OSError) as error:
+            first_error = first_error or error
+            if isinstance(error, BuildError):  # an old compiler does not know every CPU
+                continue
+            break
+        if first_error is not None:
+            logger.warning("cpu kernels: %s instead of %s, slower: %s", candidate, available[0], first_error)
+        return library
+    logger.warning("cpu kernels: PyTorch reference, many times slower than native ones: %s", first_error)
+    return None
 
 
 @functools.cache
@@ -95,15 +106,10 @@ def cache_folder() -> Path:
 
 def build(tier: str) -> Path:
     """The path of the library for `tier`, built if it is not in the cache. Raises BuildError or OSError."""
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
-        raise BuildError(
-            f"no C++ compiler ({os.environ.get('CXX', 'g++')}) on PATH: install g++ "
-            "(Debian, Ubuntu: `apt install g++`; Fedora: `dnf install gcc-c++`), or name another in CXX"
-        )
+    compiler = compiler_command()
     sources = sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")))
     flags = (*FLAGS, *TIERS[tier][1])
-    digest = hashlib.sha256(repr((_version(compiler), flags)).encode())
+    digest = hashlib.sha256(repr((_version(compiler), platform.machine(), flags)).encode())
     for source in sources:
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     path = cache_folder() / f"{tier}-{digest.hexdigest()[:24]}.so"
@@ -113,28 +119,42 @@ def build(tier: str) -> Path:
     with _locked(path.with_suffix(".lock")):
         if not _is_whole(path):
             print(f"pagedray: compiling the kernels for this CPU ({tier}), once", file=sys.stderr, flush=True)
-            _compile(compiler, flags, [s for s in sources if s.suffix == ".cpp"], path)
+            _compile((*compiler, *flags), [s for s in sources if s.suffix == ".cpp"], path)
     return path
 
 
-def _version(compiler: str) -> str:
-    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=BUILD_SECONDS)
+def compiler_command() -> tuple[str, ...]:
+    """The command of $CXX, which may have arguments ("ccache g++"), else of g++. Raises FileNotFoundError."""
+    command, *arguments = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    compiler = shutil.which(command)
+    if compiler is None:
+        raise FileNotFoundError(
+            f"no C++ compiler ({command}) on PATH: install g++ "
+            "(Debian, Ubuntu: `apt install g++`; Fedora: `dnf install gcc-c++`), or name another in CXX"
+        )
+    return compiler, *arguments
+
+
+def _version(compiler: tuple[str, ...]) -> str:
+    command = [*compiler, "--version"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"`{' '.join(command)}` took longer than {BUILD_SECONDS:.0f} s") from None
     if done.returncode != 0:
-        raise BuildError(f"{compiler} --version failed: {done.stderr.strip()}")
+        raise BuildError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
     return done.stdout
 
 
-def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], path: Path) -> None:
+def _compile(compiler: tuple[str, ...], sources: list[Path], path: Path) -> None:
     """Each source by a process of its own, side by side; the library appears under its name only when it is whole."""
     deadline = time.monotonic() + BUILD_SECONDS
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
         objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
-        commands = [
-            [compiler, *flags, "-c", str(source), "-o", out] for source, out in zip(sources, objects, strict=True)
-        ]
+        commands = [[*compiler, "-c", str(source), "-o", out] for source, out in zip(sources, objects, strict=True)]
         _run(commands, deadline)
         library = Path(folder) / path.name
-        _run([[compiler, "-shared", "-pthread", "-o", str(library), *objects]], deadline)
+        _run([[*compiler, "-shared", "-o", str(library), *objects]], deadline)
         with library.open("rb+") as file:
             file.write(hashlib.sha256(file.read()).digest())  # what follows an ELF file's end is ignored
         os.replace(library, path)
@@ -163,7 +183,7 @@ def _run(commands: list[list[str]], deadline: float) -> None:
             if process.returncode != 0:
                 raise BuildError(f"`{' '.join(command)}` failed:\n{errors.strip()[-2000:]}")
     except subprocess.TimeoutExpired as error:
-        raise BuildError(f"{commands[0][0]} took longer than {BUILD_SECONDS:.0f} s") from error
+        raise TimeoutError(f"{commands[0][0]} took longer than {BUILD_SECONDS:.0f} s") from error
     finally:
         for process in processes:
             if process.poll() is None:
@@ -182,4 +202,6 @@ def _locked(path: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 time.sleep(0.05)
+            except OSError:  # a file system without locks
+                break
         yield  # closing the file frees the lock, as does the death of its process

@@ -1,7 +1,10 @@
 """Building, caching and choosing the native library; PyTorch where there is none."""
 
+import errno
+import fcntl
 import logging
 import os
+import pwd
 import subprocess
 import sys
 
@@ -63,8 +66,50 @@ def test_a_compiler_that_fails_leaves_no_trace(cache, tmp_path, monkeypatch, cap
     monkeypatch.setenv("CXX", str(compiler))
     with caplog.at_level(logging.WARNING, "pagedray.kernels"):
         assert library.load() is None
-    assert len(caplog.records) == 1 and "no such header" in caplog.text
-    assert [p.suffix for p in cache.iterdir()] == [".lock"]
+    assert len(caplog.records) == 1 and "PyTorch reference" in caplog.text and "no such header" in caplog.text
+    assert {p.suffix for p in cache.iterdir()} == {".lock"}
+
+
+def test_a_compiler_that_knows_only_older_cpus_builds_for_those(cache, tmp_path, monkeypatch, caplog):
+    if library.available_tiers() == ("scalar",):
+        pytest.skip("this CPU has nothing better than what every compiler knows")
+    compiler = tmp_path / "old g++"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *" -m"*) echo unknown option >&2; exit 1;; esac\nexec g++ "$@"\n')
+    compiler.chmod(0o755)
+    (tmp_path / "nothing.cpp").write_text("")
+    monkeypatch.setattr(library, "SOURCES", tmp_path)
+    monkeypatch.setenv("CXX", f"'{compiler}' -g0")  # with an argument
+    with caplog.at_level(logging.WARNING, "pagedray.kernels"):
+        loaded = library.load()
+    assert loaded is not None and loaded.tier == "scalar"
+    assert len(caplog.records) == 1 and "scalar instead of" in caplog.text and "unknown option" in caplog.text
+    with caplog.at_level(logging.WARNING, "pagedray.kernels"):
+        assert library.load(library.available_tiers()[0]) is None  # who asks for one gets no other
+
+
+@pytest.mark.parametrize("what", ["a compiler that hangs", "no locks", "no home"])
+def test_what_is_missing_is_said_or_done_without(what, cache, tmp_path, monkeypatch, caplog):
+    (tmp_path / "nothing.cpp").write_text("")
+    monkeypatch.setattr(library, "SOURCES", tmp_path)
+    if what == "a compiler that hangs":
+        compiler = tmp_path / "g++"
+        compiler.write_text("#!/bin/sh\nexec sleep 60\n")
+        compiler.chmod(0o755)
+        monkeypatch.setenv("CXX", str(compiler))
+        monkeypatch.setattr(library, "BUILD_SECONDS", 0.1)
+    elif what == "no locks":
+        monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOLCK, "no locks")))
+    else:
+        for name in ("PAGEDRAY_CACHE", "XDG_CACHE_HOME", "HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    with caplog.at_level(logging.WARNING, "pagedray.kernels"):
+        loaded = library.load("scalar")
+    if what == "no locks":
+        assert loaded is not None and not caplog.records
+    else:
+        said = {"a compiler that hangs": "took longer than", "no home": "PAGEDRAY_CACHE"}[what]
+        assert loaded is None and len(caplog.records) == 1 and said in caplog.text
 
 
 def test_a_cache_that_cannot_be_written_is_said(cache, tmp_path, caplog):

@@ -178,6 +178,7 @@ struct Block<bf16> {
         for (int i : {0, 1, 4}) config.rows[i] = rows > TILE ? TILE : rows;
         for (int i : {2, 3, 5}) config.rows[i] = rows > TILE ? rows - TILE : 1;
         for (int i : {6, 7}) config.rows[i] = TILE;
+        asm volatile("" ::"m"(config));  // GCC 12 takes the instruction to read eight bytes only
         _tile_loadconfig(&config);
     }
     static void finish() { _tile_release(); }

@@ -126,6 +126,7 @@ class Multiplier<bf16> {
             set({0, 1, 4, 6, 7}, 16);
             set({2, 3, 5}, rows - 16);
         }
+        asm volatile("" ::"m"(configuration));  // GCC 12 takes the instruction to read eight bytes only
         _tile_loadconfig(&configuration);
     }
 
