@@ -14,7 +14,7 @@ from .cuda import Alone, DecodeGraphs
 from .models.decoder import Decoder
 from .parallel import RankGroup
 from .prompt_reader import PromptReader
-from .sampler import Grammars, Sampler, TokenMatcher
+from .sampler import Grammars, Sampler, SeenTokens, TokenMatcher
 
 _PATIENCE = 0.02  # seconds that a step waits for grammars where all that it has to do waits for them
 
@@ -29,6 +29,7 @@ class SequenceState:
     token_ids: list[int]
     block_ids: list[int]
     matcher: TokenMatcher | None = None
+    seen: SeenTokens | None = None
     pooling: Pooling | None = None
     reader: PromptReader | None = None  # until the prompt is computed, where its positions are wanted
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # from then on until the first token is drawn

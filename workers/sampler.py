@@ -53,14 +53,42 @@ class Grammars(Protocol):
 GrammarBackend = Callable[[str, str | None, Sequence[int]], Grammars]
 
 
+class SeenTokens:
+    """A sequence's tokens, each once, with how often it was generated; a growing sequence is read on from where it was.
+
+    Penalties look at them in every step: to go through a long context each time would take as long as a layer does.
+    """
+
+    def __init__(self, num_prompt_tokens: int):
+        self.num_prompt_tokens = num_prompt_tokens
+        self._num_read = 0
+        self._places: dict[int, int] = {}  # token → where it is in the arrays
+        self._ids = np.empty(64, np.int64)
+        self._counts = np.zeros(64, np.int64)
+
+    def read(self, token_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and counts [number of different tokens] of these, which begin with those of the last time."""
+        places = self._places
+        for position in range(self._num_read, len(token_ids)):
+            token = token_ids[position]
+            place = places.setdefault(token, len(places))
+            if place == len(self._ids):
+                self._ids, self._counts = (np.concatenate((a, np.zeros_like(a))) for a in (self._ids, self._counts))
+            self._ids[place] = token
+            self._counts[place] += position >= self.num_prompt_tokens
+        self._num_read = len(token_ids)
+        return self._ids[: len(places)], self._counts[: len(places)]
+
+
 class SamplingState(Protocol):
-    """What the sampler reads of a sequence."""
+    """What the sampler reads of a sequence, and keeps with it."""
 
     sampling: SamplingParams
     index: int
     num_prompt_tokens: int
     token_ids: list[int]
     matcher: TokenMatcher | None
+    seen: SeenTokens | None  # None: not needed yet
 
 
 def draw(seed: int, index: int, position: int) -> float:
@@ -108,7 +136,7 @@ class Sampler:
         return tokens.tolist(), logprobs
 
     def _adjust(self, row: Tensor, state: SamplingState, allowed: np.ndarray | None) -> None:
-        """Grammar, bias, minimum length, penalties: vLLM's order. Penalties are CTRL's (repetition) and OpenAI's.
+        """Grammar, bias, minimum length, penalties: vLLM's order.
 
         `allowed`: what the grammar, which has been applied, left.
         """
@@ -122,15 +150,8 @@ class Sampler:
             ends = [t for t in ends if t < len(row)]
             if allowed is None or _any_but(ends, allowed):  # a grammar may have nothing left but its end
                 row[ends] = -torch.inf
-        if sampling.repetition_penalty != 1.0:
-            seen = torch.from_numpy(np.unique(np.asarray(state.token_ids, np.int64)))
-            values = row[seen]
-            penalty = sampling.repetition_penalty
-            row[seen] = torch.where(values > 0, values / penalty, values * penalty)
-        if sampling.presence_penalty or sampling.frequency_penalty:
-            generated = np.asarray(state.token_ids[state.num_prompt_tokens :], np.int64)
-            ids, counts = (torch.from_numpy(a) for a in np.unique(generated, return_counts=True))
-            row[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts.to(row.device, row.dtype)
+        if sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty:
+            _penalize(row, state)
 
     def _choose(self, logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
         params = [s.sampling for s in states]
@@ -146,6 +167,23 @@ class Sampler:
                 [draw(s.sampling.seed or 0, s.index, len(s.token_ids)) for s in states], dtype=torch.float64
             ),
         )
+
+
+def _penalize(row: Tensor, state: SamplingState) -> None:
+    """CTRL's repetition penalty (arXiv:1909.05858), which counts the prompt; OpenAI's presence and frequency penalties,
+    which do not."""
+    repetition, presence = state.sampling.repetition_penalty, state.sampling.presence_penalty
+    frequency = state.sampling.frequency_penalty
+    state.seen = state.seen or SeenTokens(state.num_prompt_tokens)
+    ids, counts = state.seen.read(state.token_ids)
+    if repetition != 1.0:
+        seen = torch.from_numpy(ids)
+        values = row[seen]
+        row[seen] = torch.where(values > 0, values / repetition, values * repetition)
+    if presence or frequency:
+        generated = counts > 0
+        times = torch.from_numpy(counts[generated]).to(row.device, row.dtype)
+        row[torch.from_numpy(ids[generated])] -= presence + frequency * times
 
 
 def _any_but(token_ids: Sequence[int], allowed: np.ndarray) -> bool:

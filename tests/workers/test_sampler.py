@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pagedray.scheduler.request import MAX_SEED, SamplingParams
-from pagedray.workers.sampler import Sampler, TokenMatcher, draw
+from pagedray.workers.sampler import Sampler, SeenTokens, TokenMatcher, draw
 
 VOCAB = 40
 EOS = (2, 5)
@@ -24,6 +24,7 @@ class State:
     num_prompt_tokens: int = len(PROMPT)
     index: int = 0
     matcher: TokenMatcher | None = None
+    seen: SeenTokens | None = None
 
 
 def random_logits(rows=1, vocab=VOCAB, seed=0):
@@ -168,6 +169,18 @@ def test_stop_tokens_outside_the_vocabulary_and_masks_of_everything_leave_a_toke
         everything = tuple(range(VOCAB))
         token = sample_one(logits, temperature=temperature, min_tokens=1, stop_token_ids=everything, seed=1)
         assert 0 <= token < VOCAB
+
+
+def test_seen_tokens_are_those_of_a_growing_sequence():
+    rng, token_ids = random.Random(0), [rng_token % 90 for rng_token in range(0, 700, 7)]
+    seen, prompt = SeenTokens(num_prompt_tokens=40), token_ids[:40]
+    for _ in range(30):
+        ids, counts = seen.read(token_ids)
+        assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == {
+            token: token_ids[40:].count(token) for token in {*prompt, *token_ids[40:]}
+        }
+        token_ids += [rng.randrange(300) for _ in range(rng.randrange(9))]
+    assert len(ids) > 64  # it has grown
 
 
 def test_penalties_count_the_right_tokens():
