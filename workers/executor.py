@@ -16,7 +16,7 @@ from ..scheduler.errors import ConfigError, EngineDead
 from ..scheduler.plan import NewSequence, ScheduledSequence, StepPlan, StepResult
 from ..scheduler.request import SamplingParams
 from . import cuda
-from .checkpoint.load import Checkpoint, Progress, open_checkpoint
+from .checkpoint.load import Checkpoint, Progress, column_group, open_checkpoint
 from .config import EngineConfig, ModelConfig
 from .members import Launcher, LocalRank, Members, RankHandle
 from .messages import Assignment, Capacity, GroupAddress, Loaded, Ready, Serve
@@ -200,7 +200,8 @@ class GroupExecutor:
             set_threads(config, sum(peer.identity.boot_id == own.identity.boot_id for peer in peers))
             costs = measure(checkpoint, config, dtype)
         gpus = _choose_gpus(config, peers)
-        topology, store = _topology(partition(model, config, costs), peers, gpus, host, road, link)
+        shards = partition(model, config, costs, column_group(checkpoint, config.quantization))
+        topology, store = _topology(shards, peers, gpus, host, road, link)
         members.send_all(Assignment(config, model, topology, start_timeout, self._grammar_backend))
         self.topology, self.shards = topology, topology.shards
         members.group = connect(

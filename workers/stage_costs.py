@@ -9,7 +9,7 @@ import torch
 
 from ..kernels import ops
 from . import kv_cache
-from .checkpoint.load import Checkpoint, load_weights
+from .checkpoint.load import Checkpoint, column_group, load_weights
 from .config import EngineConfig
 from .models.decoder import Decoder
 from .partition import StageCosts, partition
@@ -26,7 +26,8 @@ def measure(checkpoint: Checkpoint, engine: EngineConfig, dtype: torch.dtype) ->
     These are read from the checkpoint, for what a weight costs depends on its quantization; it takes about a second.
     What ranks wait for each other is not in it: every stage has that alike.
     """
-    config, first = checkpoint.config, partition(checkpoint.config, engine)[0]
+    config = checkpoint.config
+    first = partition(config, engine, column_group=column_group(checkpoint, engine.quantization))[0]
 
     def that_many(prefix: str, of: int) -> int:
         """How many of the `of` alike parts of a tensor or layer make up the bytes."""

@@ -12,7 +12,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from pagedray.kernels import ops
 from pagedray.scheduler.errors import CheckpointError
 from pagedray.workers.checkpoint.gguf_file import GGUFFile
-from pagedray.workers.checkpoint.load import load_weights, open_checkpoint
+from pagedray.workers.checkpoint.load import column_group, load_weights, open_checkpoint
 from pagedray.workers.config import EngineConfig, RopeConfig
 from pagedray.workers.kv_cache import allocate
 from pagedray.workers.models.decoder import Decoder
@@ -315,6 +315,19 @@ def test_a_shard_holds_its_blocks(exported, quantization):
         assert torch.equal(o, whole.layers[0].o.weight.dequantize(torch.float32)[:, q])
         embedding = whole.embed_tokens.dequantize(torch.float32)
         assert torch.equal(ours.embed_tokens.dequantize(torch.float32), embedding[shard.vocab.slice])
+
+
+def test_wide_blocks_of_the_down_projection_are_not_cut(exported):
+    q6_k = GGMLQuantizationType.Q6_K
+    path, _ = exported(quantization=GGMLQuantizationType.Q8_0, others={"down_proj": q6_k}, intermediate_size=768)
+    checkpoint = open_checkpoint(str(path))
+    assert [column_group(checkpoint, q) for q in ("auto", "int8", "none")] == [256, 32, 32]
+    engine = EngineConfig.from_kwargs(model="m", tensor_parallel_size=2)
+    shards = partition(checkpoint.config, engine, column_group=column_group(checkpoint, "auto"))
+    assert [len(shard.intermediate) for shard in shards] == [512, 256]
+    for shard in shards:
+        down = load_weights(checkpoint, torch.float32, shard=shard, quantization="auto").layers[0].down.weight
+        assert down.format.name == "Q6_K"
 
 
 def test_blocks_are_read_slice_by_slice(exported):

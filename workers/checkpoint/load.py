@@ -16,7 +16,7 @@ from ...kernels.ops import FORMATS, QuantizedTensor, Weight
 from ...scheduler.errors import CheckpointError
 from ..config import ModelConfig
 from ..models.weights import DecoderWeights, LayerWeights, Linear
-from ..partition import Range, Shard, whole_model
+from ..partition import COLUMN_GROUP, Range, Shard, whole_model
 from .gguf import GGUFCheckpoint
 from .locate import locate
 from .safetensors import SafetensorsCheckpoint
@@ -141,6 +141,13 @@ def _equal(a: Weight, b: Weight) -> bool:
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
         return a.format == b.format and torch.equal(a.blocks, b.blocks)
     return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+
+
+def column_group(checkpoint: Checkpoint, quantization: str) -> int:
+    """Columns at whose multiples down projections can be cut without cutting one of their blocks: see `partition`."""
+    kinds = {checkpoint.quantization(name) for name in checkpoint.names() if name.endswith(".mlp.down_proj.weight")}
+    widths = [FORMATS[kind].values for kind in kinds if kind and quantization == "auto"]
+    return max([COLUMN_GROUP, *widths])
 
 
 class _Filler:
