@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from ..kernels.cache import cache_root
+from ..kernels.cpu.library import compiler_command
 from ..scheduler.errors import ConfigError
-from ..workers.cores import usable_cores
+from ..workers.limits import memory_limit, usable_cores
 from .local_server import free_port
 
 _GIB = 2**30
@@ -360,7 +361,7 @@ def probe(host: str, port: int, ray_address: str | None = None) -> Facts:
         num_cpus=usable_cores(),
         memory_total=memory.get("MemTotal", 0),
         memory_available=memory.get("MemAvailable", 0),
-        memory_limit=_memory_limit(),
+        memory_limit=memory_limit(),
         shm_bytes=shm.total if shm else 0,
         shm_free=shm.free if shm else 0,
         max_files=resource.getrlimit(resource.RLIMIT_NOFILE),
@@ -408,8 +409,10 @@ def _run(*command: str, seconds: float = _COMMAND_SECONDS) -> subprocess.Complet
 
 
 def _compiler() -> str | None:
-    path = shutil.which(os.environ.get("CXX", "g++"))
-    ran = _run(path, "--version") if path else None
+    try:
+        ran = _run(*compiler_command(), "--version")
+    except FileNotFoundError:
+        return None
     return ran.stdout.splitlines()[0] if ran and ran.returncode == 0 and ran.stdout else None
 
 
@@ -431,17 +434,6 @@ def _meminfo() -> dict[str, int]:
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return {"MemTotal": size, "MemAvailable": size}
     return {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines) if rest}
-
-
-def _memory_limit() -> int | None:
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            continue
-        if text.isdecimal():
-            return int(text)
-    return None
 
 
 def _writable(folder: Path) -> bool:

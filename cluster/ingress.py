@@ -187,7 +187,7 @@ class Ingress:
             id=model.model_id,
             tokenizer=tokenizer,
             # The group may hold less; it tells when it has come up.
-            max_model_len=model.engine.max_model_len or read_config(source).max_position_embeddings,
+            max_model_len=model.engine.max_model_len or model.engine.context_length(read_config(source)),
             created=int(time.time()),
             tool_call_parser=model.tool_call_parser or detect_parser(tokenizer.chat_template),
             reasoning_parser=model.reasoning_parser,

@@ -279,7 +279,7 @@ def check_local_model(engine: EngineConfig) -> None:
     from ..workers.checkpoint.locate import may_be_on_hub, read_config, sampling_defaults
 
     if not may_be_on_hub(engine.model):
-        engine.check_context(read_config(engine.model))
+        engine.context_length(read_config(engine.model))
         sampling_defaults(engine)
 
 

@@ -63,6 +63,16 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()  # generation_config.json's, else config.json's; then the tokenizer's
 
+    @property
+    def longest_context(self) -> int:
+        """Tokens that its positions can be stretched to (vLLM derives the same): `max_position_embeddings` may be the
+        length before RoPE is scaled, as in the settings for long contexts that Qwen's makers recommend.
+        """
+        rope, stretched = self.rope, 0
+        if rope.type in ("linear", "dynamic", "yarn"):
+            stretched = int(rope.factor * (rope.original_max_position_embeddings or 0))
+        return max(self.max_position_embeddings, stretched)
+
 
 _ALIASES = {
     "max_batch_size": "max_num_seqs",
@@ -329,11 +339,19 @@ class EngineConfig:
             raise ConfigError(f"{name} has {len(values)} entries; it takes one for each of {length}: {list(values)}")
         object.__setattr__(self, name, tuple(values))
 
-    def check_context(self, model: ModelConfig) -> None:
-        """Raise `ConfigError` for a context that the model was not made for."""
-        longest = model.max_position_embeddings
-        if self.max_model_len and self.max_model_len > longest:
+    def context_length(self, model: ModelConfig) -> int:
+        """Tokens: `max_model_len`, or else what the model was made for.
+
+        A factor of YaRN's is meant to be used. Linear scaling's is often in `max_position_embeddings` already, and
+        "dynamic" differs from the unscaled model as soon as more is asked for, so there it is asked for.
+        Raises `ConfigError` where `max_model_len` is more than the model's positions can be stretched to.
+        """
+        longest = model.longest_context
+        if self.max_model_len is None:
+            return longest if model.rope.type == "yarn" else model.max_position_embeddings
+        if self.max_model_len > longest:
             raise ConfigError(f"max_model_len is {self.max_model_len}, but the model was made for at most {longest}")
+        return self.max_model_len
 
     @property
     def world_size(self) -> int:

@@ -1,7 +1,6 @@
 """The rank's KV tensors, one pair a layer, paged: `[num_blocks, num_kv_heads, block_size, ops.kv_row_size]`."""
 
 import logging
-import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,6 +10,7 @@ from torch import Tensor
 from ..kernels import ops
 from ..scheduler.errors import ConfigError
 from .config import EngineConfig, ModelConfig
+from .limits import available_memory
 from .partition import Shard, whole_model
 
 logger = logging.getLogger(__name__)
@@ -63,8 +63,7 @@ def plan_capacity(
     Raises `ConfigError` where the settings contradict each other or the model.
     """
     shards = shards or (whole_model(config),)
-    engine.check_context(config)
-    wanted = engine.max_model_len or config.max_position_embeddings
+    wanted = engine.context_length(config)
     if engine.num_kv_blocks and engine.kv_cache_memory:
         raise ConfigError("num_kv_blocks and kv_cache_memory both say how large the KV pool is; give one")
     if engine.num_kv_blocks:
@@ -74,11 +73,11 @@ def plan_capacity(
         if engine.kv_cache_memory:  # of the whole group
             memory, holders = engine.kv_cache_memory, shards
         else:
-            free_share = int(_available_memory() * _SHARE_OF_FREE_MEMORY) // on_host
+            free_share = int(available_memory() * _SHARE_OF_FREE_MEMORY) // on_host
             memory, holders = free_share if budget is None else budget, shards[:1]
         block_bytes = sum(bytes_per_token(config, dtype, shard) for shard in holders) * engine.block_size
         num_blocks = min(memory // block_bytes, useful)
-        if num_blocks == 0:
+        if num_blocks < 1:
             raise ConfigError(
                 f"kv_cache_memory holds no block; one of {engine.block_size} tokens takes {block_bytes} bytes"
             )
@@ -91,17 +90,3 @@ def plan_capacity(
             )
         logger.warning("max_model_len is %d, not the model's %d: that is what the KV pool holds", capacity, wanted)
     return num_blocks, min(wanted, capacity)
-
-
-def _available_memory() -> int:
-    """Bytes that can be taken without swapping, within the container's limit where there is one."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        with open("/proc/meminfo") as meminfo:
-            fields = dict(line.split(":", 1) for line in meminfo)
-        free = int(fields["MemAvailable"].split()[0]) * 1024
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            free = min(free, int(limit.read()) - int(used.read()))
-    except (OSError, KeyError, ValueError):
-        pass  # no such files, or no limit ("max")
-    return free

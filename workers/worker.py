@@ -11,8 +11,8 @@ from ..scheduler.plan import StepPlan, StepResult
 from . import cuda, kv_cache
 from .checkpoint.load import Checkpoint, Progress, digest, load_weights, open_checkpoint
 from .config import EngineConfig, ModelConfig
-from .cores import usable_cores
 from .kv_transfer import KVPort, fingerprint
+from .limits import usable_cores
 from .model_runner import ModelRunner
 from .models.decoder import Decoder
 from .models.weights import DecoderWeights
@@ -72,18 +72,19 @@ class Worker:
         self._quantize = self._format()
         self._check_cache_format()
         quantization = "none" if self._quantize else config.quantization
-        budget = None
+        context = config.context_length(self.model_config)
+        # What is left for KV is known when the weights are there, and on a GPU when a step has run.
+        weights = load_weights(checkpoint, self.dtype, progress, self.shard, quantization)
         self._model: Decoder | None = None
-        if self.device.type == "cuda":  # what is left for KV is known when the weights are there and a step has run
-            weights = load_weights(checkpoint, self.dtype, progress, self.shard, quantization)
-            longest = config.max_model_len or self.model_config.max_position_embeddings
-            self._model, use = self.profile(weights, longest)
+        budget = None
+        if self.device.type == "cuda":
+            self._model, use = self.profile(weights, context)
             budget = cuda.kv_budget(use, config.gpu_memory_utilization)
+        else:
+            self._weights = weights
         self.num_blocks, self.max_model_len = kv_cache.plan_capacity(
             self.model_config, config, self.cache_dtype, shards, on_host, budget
         )
-        if self._model is None:
-            self._weights = load_weights(checkpoint, self.dtype, progress, self.shard, quantization)
         self._fingerprint = fingerprint(config, self.model_config, self.dtype, digest(checkpoint))
 
     def _format(self) -> str | None:

@@ -1,6 +1,7 @@
 """How large the KV pool is and where its memory comes from; the settings that decide it."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from pagedray.scheduler.errors import ConfigError
 from pagedray.workers import kv_cache
-from pagedray.workers.config import EngineConfig, ModelConfig, parse_bytes
+from pagedray.workers.config import EngineConfig, ModelConfig, RopeConfig, parse_bytes
 from pagedray.workers.partition import partition
 
 MODEL = ModelConfig(
@@ -35,7 +36,7 @@ def plan(dtype=torch.float32, **settings):
 @pytest.fixture
 def available(monkeypatch):
     """Say how much memory the machine has."""
-    return lambda size: monkeypatch.setattr(kv_cache, "_available_memory", lambda: size)
+    return lambda size: monkeypatch.setattr(kv_cache, "available_memory", lambda: size)
 
 
 # -- plan_capacity ----------------------------------------------------------------------------------------------------
@@ -113,6 +114,26 @@ def test_settings_that_contradict_each_other_or_the_model_are_refused(settings, 
     assert all(word in caught.value.message for word in words), caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("kind", "original", "usual", "longest"),
+    [
+        ("default", None, 1000, 1000),
+        ("llama3", 250, 1000, 1000),
+        ("yarn", 1000, 4000, 4000),  # as in the settings that Qwen's makers recommend
+        ("yarn", 250, 1000, 1000),  # the configuration has the stretched length already
+        ("linear", 1000, 1000, 4000),
+        ("dynamic", 1000, 1000, 4000),
+    ],
+)
+def test_the_context_of_stretched_positions(kind, original, usual, longest):
+    rope = RopeConfig(type=kind, factor=4.0, original_max_position_embeddings=original)
+    model = replace(MODEL, rope=rope)
+    assert EngineConfig.from_kwargs(model="m").context_length(model) == usual
+    assert EngineConfig.from_kwargs(model="m", max_model_len=longest).context_length(model) == longest
+    with pytest.raises(ConfigError, match=f"made for at most {longest}"):
+        EngineConfig.from_kwargs(model="m", max_model_len=longest + 1).context_length(model)
+
+
 def test_an_explicit_context_over_what_the_machine_has_is_refused(available):
     available(BLOCK * 4 * 10)
     assert plan(max_model_len=160) == (10, 160)
@@ -124,11 +145,6 @@ def test_a_machine_without_memory_for_a_block_is_refused(available):
     available(BLOCK * 4 - 4)
     with pytest.raises(ConfigError, match="no block"):
         plan()
-
-
-def test_available_memory_is_some_of_this_machine():
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert 2**20 < kv_cache._available_memory() <= physical
 
 
 # -- allocate ---------------------------------------------------------------------------------------------------------
