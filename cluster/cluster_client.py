@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +18,7 @@ from ..scheduler.request import Request, SequenceOutput
 from ..scheduler.tenants import RateLimits, Tenant
 from .channel import Channel, ChannelAddress, ChannelBroken
 from .config import ObservabilityOptions, SchedulerOptions
-from .global_scheduler import CALL_TIMEOUT, Assignments, ClusterStats, group_gone, reconnect
+from .global_scheduler import CALL_TIMEOUT, KEEP_NEWS_SECONDS, Assignments, ClusterStats, group_gone, reconnect
 from .metrics.reports import IngressReport
 from .token_stream import StreamAddress, TokenFrame, read_frames
 
@@ -32,9 +34,14 @@ class _Stream:
 
     def __init__(self, request: Request):
         self.request = request
+        self.began = time.monotonic()
         self.news: asyncio.Queue[SequenceOutput | PagedRayError] = asyncio.Queue()
         self.group_id: str | None = None
         self.epoch: str | None = None  # of the scheduler that has it
+
+    def again(self) -> Request:
+        """For a scheduler that does not know it, or not any more: it was admitted, and has waited already."""
+        return replace(self.request, age=self.request.age + time.monotonic() - self.began)
 
 
 class ClusterClient:
@@ -113,15 +120,15 @@ class ClusterClient:
         while self._to_submit:
             batch, self._to_submit = self._to_submit, []
             try:
-                await self._submit_batch(batch)
-            except PagedRayError as error:
+                await self._submit_batch(batch, [s.request for s in batch])
+            except Exception as error:
                 for stream in batch:
-                    stream.news.put_nowait(error)
+                    stream.news.put_nowait(_told(error))
             if self._streams:
                 self._waiter = self._running(self._waiter, self._hear_news)
 
-    async def _submit_batch(self, batch: list[_Stream]) -> None:
-        arguments = self.ingress_id, [s.request for s in batch], self._seen
+    async def _submit_batch(self, batch: list[_Stream], requests: list[Request]) -> None:
+        arguments = self.ingress_id, requests, self._seen
         news = None
         try:
             news = Assignments.from_json(await self._channel.call("submit", *arguments, timeout=CALL_TIMEOUT / 2))
@@ -138,15 +145,18 @@ class ClusterClient:
 
     async def _hear_news(self) -> None:
         """Of sequences that wait, and of those that have a group: it may be lost without ever having had them."""
+        heard = time.monotonic()
         while self._streams:
             try:
                 news = await self._call("assignments", self.ingress_id, self._seen)
                 self._take(news)
-                if unknown := [s for s in self._unassigned() if s.epoch != news.epoch]:
-                    await self._submit_batch(unknown)  # the scheduler restarted
-            except PagedRayError as error:
+                # News for who does not ask are thrown away in time: this process may have been held up.
+                missed, heard = time.monotonic() - heard > KEEP_NEWS_SECONDS / 2, time.monotonic()
+                if unknown := [s for s in self._unassigned() if missed or s.epoch != news.epoch]:
+                    await self._submit_batch(unknown, [s.again() for s in unknown])  # or the scheduler restarted
+            except Exception as error:
                 for stream in self._unassigned():
-                    stream.news.put_nowait(error)
+                    stream.news.put_nowait(_told(error))
                 await asyncio.sleep(_RECONNECT_SECONDS)
 
     async def _cancel(self) -> None:
@@ -264,4 +274,13 @@ class ClusterClient:
                 if unanswered == 2:  # one call may be late on a busy machine
                     self._restart_scheduler()
                 await asyncio.sleep(0.2)
-                self.scheduler = await reconnect(self.scheduler, *self._place, error)
+                with suppress(ray.exceptions.RayError):  # then the next call says so
+                    self.scheduler = await reconnect(self.scheduler, *self._place, error)
+
+
+def _told(error: Exception) -> PagedRayError:
+    """What becomes of requests that could not be submitted."""
+    if isinstance(error, PagedRayError):
+        return error
+    logger.error("the global scheduler cannot be asked", exc_info=error)
+    return EngineDead("the global scheduler cannot be asked; try again later")

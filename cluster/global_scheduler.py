@@ -41,7 +41,7 @@ CALL_TIMEOUT = 10.0  # seconds for a call that should take a millisecond
 _POLL_SECONDS = 2.0
 _WATCH_SECONDS = 1.0
 _SHORTEST_WAIT = 0.001  # seconds between decisions that nothing but time has caused
-_KEEP_NEWS_SECONDS = 60.0  # for an ingress that does not ask
+KEEP_NEWS_SECONDS = 60.0  # for an ingress that does not ask
 _DEAF_SECONDS = 20.0  # of an ingress with requests here, which asks every two seconds
 _HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives the node where GCS and Serve's controller are
 FORGOTTEN_SECONDS = 30.0  # ingresses and groups call every two seconds; after this long without, it ends itself
@@ -281,7 +281,7 @@ class GlobalScheduler:
         waker = self.wakers.pop(ingress_id, None)  # this answer has the news, so nobody else need be told it
         for request in requests:
             try:
-                if self.over or (self.leaving_at is not None and now > self.leaving_at and not request.attempt):
+                if self.over or (self.leaving_at is not None and now > self.leaving_at and not request.admitted):
                     raise shutting_down()
                 self.dispatcher.submit(request, now)
                 self.ingress_of[request.request_id] = ingress_id
@@ -449,8 +449,8 @@ class GlobalScheduler:
             self.dispatcher.settle(*used)
         for tenant, tokens in report.served:
             self.dispatcher.served(self.groups[report.group_id].model, tenant, tokens)
-        # Not what another group has now: a scheduler that began anew may have sent it there.
-        finished = [r for r in report.finished if self.dispatcher.group_of(r) in (None, report.group_id)]
+        # Not what another group has now, or waits for one: a scheduler that began anew has sent it there.
+        finished = [r for r in report.finished if self.dispatcher.group_of(r) == report.group_id]
         for request_id in finished:
             self._gone(request_id)
         self.dispatcher.finished(finished, time.monotonic())
@@ -567,7 +567,7 @@ class GlobalScheduler:
             for node_id in [n for n, heard in self.store_heard.items() if now - heard > SILENCE_SECONDS]:
                 logger.warning("the KV store of node %s has been silent for %.0f s", node_id, SILENCE_SECONDS)
                 await self.remove_store(node_id)
-            for ingress_id in [i for i, asked in self.last_asked.items() if now - asked > _KEEP_NEWS_SECONDS]:
+            for ingress_id in [i for i, asked in self.last_asked.items() if now - asked > KEEP_NEWS_SECONDS]:
                 del self.last_asked[ingress_id]
                 self.news.pop(ingress_id, None)
             for ingress_id in [i for i, asked in self.last_asked.items() if now - asked > _DEAF_SECONDS]:

@@ -242,11 +242,11 @@ class KVConnector:
         if self._own_store is None:
             self._own_store = await self._join_store()
         num_bytes = len(publication.block_ids) * self.block_bytes
-        offer = KVOffer(publication.parent, pack(publication.hashes), publication.block_ids, num_bytes, seconds)
-        # Well beyond the store's own bound: blocks must not change while the store still waits for them.
-        answer: str = await asyncio.wait_for(
-            self._own_store.publish.remote(self.group_id, offer), PACK_SECONDS + 2 * CALL_TIMEOUT
-        )
+        # Blocks must not change while the store still waits for them, nor when it comes to them late.
+        kept = PACK_SECONDS + 2 * CALL_TIMEOUT
+        until = time.monotonic() + kept - CALL_TIMEOUT / 2
+        offer = KVOffer(publication.parent, pack(publication.hashes), publication.block_ids, num_bytes, seconds, until)
+        answer: str = await asyncio.wait_for(self._own_store.publish.remote(self.group_id, offer), kept)
         if answer == "unknown":
             self._own_store = None
         return answer in ("stored", "known")

@@ -46,6 +46,7 @@ class KVOffer:
     block_ids: tuple[int, ...]
     num_bytes: int  # about
     seconds: float  # to compute it again
+    until: float  # by this host's monotonic clock: from then on the group may put other tokens into the blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,9 @@ class KVStore:
         held = self.runs.num_held(hashes)
         if held == len(hashes):
             return "known"
+        if now + PACK_SECONDS > offer.until:  # this process was held up
+            self.num_failed += 1
+            return "failed"
         parent = hashes[held - 1] if held else offer.parent
         if not self.runs.holds(parent):
             return "orphan"

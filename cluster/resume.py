@@ -32,6 +32,7 @@ from .openai.engine_client import EngineClient
 logger = logging.getLogger(__name__)
 
 _BACKOFF_SECONDS = 0.25  # before the second resumption; the first is at once, and each later one waits twice as long
+_MAX_BACKOFF_SECONDS = 5.0
 _FEW_TOKENS = 8  # that another group may have to compute while the client waits: hardly more than a step's only one
 _MAX_ROUNDS = 3  # of making another group ready
 
@@ -67,7 +68,8 @@ class ResumingEngine:
                                 break  # nothing is lost that a client has waited for
                             if other is None:
                                 upto_here = partial(self._go_on, request, current, delivered, began)
-                                other = _OtherGroup(self.engine, upto_here, self.block_size(request.model))
+                                block_size = self.block_size(request.model)
+                                other = _OtherGroup(self.engine, upto_here, block_size, self.migration_limit)
                             continue
                         delivered += output.token_ids
                         if num_cached is None:
@@ -91,7 +93,7 @@ class ResumingEngine:
                     raise EngineDead(f"{told}; it is not tried again") from lost
                 logger.warning("request %s goes on elsewhere after %d tokens", request.request_id, len(delivered))
                 if num_lost > 1:
-                    await asyncio.sleep(_BACKOFF_SECONDS * 2 ** (num_lost - 2))
+                    await asyncio.sleep(min(_MAX_BACKOFF_SECONDS, _BACKOFF_SECONDS * 2 ** (num_lost - 2)))
                 self.on_resume(request)
             finally:
                 if other is not None:
@@ -121,11 +123,13 @@ class _OtherGroup:
 
     `upto_here` gives the request with all tokens that are out. What has come since is to be computed when it moves, and
     so is what has not filled a block: only full ones are found. So where more than a few are left, another round begins
-    as soon as a block has become full.
+    as soon as a block has become full. The request may be what kills groups: after `max_lost` of them no other one is
+    asked.
     """
 
-    def __init__(self, engine: EngineClient, upto_here: Callable[[], Request], block_size: int):
+    def __init__(self, engine: EngineClient, upto_here: Callable[[], Request], block_size: int, max_lost: int):
         self._engine, self._upto_here, self._block_size = engine, upto_here, max(1, block_size)
+        self._max_lost = max_lost
         self._numbers = itertools.count(1)
         self._num_rounds = 0
         self._begin()
@@ -163,8 +167,11 @@ class _OtherGroup:
                             break  # that one will leave, too
                         if output.finish_reason is not None:
                             return True
-            except GroupLost:
-                pass
+            except GroupLost as lost:
+                self._max_lost -= not isinstance(lost, GroupDrained)
+                if self._max_lost < 0:
+                    logger.warning("no other worker group is made ready for request %s: %s", request.request_id, lost)
+                    return False
             except PagedRayError as error:
                 logger.warning("no worker group can be made ready for request %s: %s", request.request_id, error)
                 return False

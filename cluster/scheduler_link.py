@@ -5,6 +5,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -88,10 +89,9 @@ class SchedulerLink:
     ) -> None:
         timed_at = 0.0
         while True:
-            try:
-                await asyncio.wait_for(self._wake.wait(), _REPORT_SECONDS)
-            except TimeoutError:
-                pass
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_REPORT_SECONDS):  # in Python 3.11 `wait_for` may swallow a cancellation
+                    await self._wake.wait()
             self._wake.clear()
             finished, self.finished = self.finished, []
             blocks, served, fetches = _drain(self.blocks), _drain(self.served), _drain(self.fetches)
@@ -104,12 +104,13 @@ class SchedulerLink:
                 known: bool = await asyncio.wait_for(self.scheduler.report.remote(report), CALL_TIMEOUT)
                 if not known:
                     await self.register()
-            except (ray.exceptions.RayError, TimeoutError) as error:
+            except Exception as error:
                 self.finished = finished + self.finished
                 self.used.extendleft(reversed(used))
                 logger.warning("group %s cannot reach the global scheduler: %r", group_id, error)
                 await asyncio.sleep(_REPORT_SECONDS)
-                self.scheduler = await reconnect(self.scheduler, *self._place, error)
+                with suppress(ray.exceptions.RayError):  # then the next report says so
+                    self.scheduler = await reconnect(self.scheduler, *self._place, error)
 
 
 def _drain(items: deque[_T]) -> tuple[_T, ...]:

@@ -61,7 +61,9 @@ class ShardedClient:
     async def drain_group(self, group_id: str, seconds: float) -> bool:
         """Have a group move what it has and end. False: there is no such group."""
         first, *others = self.clients
-        await asyncio.gather(*[c.drain_group(group_id, None) for c in others])  # or they would send it more
+        if others and not await first.drain_group(group_id, None):
+            return False  # before others send it nothing any more
+        await asyncio.gather(*[c.drain_group(group_id, None) for c in others])
         return await first.drain_group(group_id, seconds)
 
 

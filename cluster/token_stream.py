@@ -12,6 +12,7 @@ import asyncio
 import base64
 import hmac
 import json
+import logging
 import secrets
 import socket
 import struct
@@ -26,10 +27,13 @@ from ..scheduler.errors import PagedRayError
 from ..scheduler.request import SequenceOutput, TokenLogprobs
 from .tasks import Tasks
 
+logger = logging.getLogger(__name__)
+
 BEAT_SECONDS = 2.0
 SILENCE_SECONDS = 12.0
 _KEEP_SECONDS = 60.0
 _GREETING_SECONDS = 5.0  # for a connection to show its ticket
+_ACCEPT_SECONDS = 0.1  # after a connection that could not be taken
 _MAX_FRAME = 64 << 20  # bytes
 _MAX_UNSENT = 64 << 20  # bytes that wait for an ingress that does not read
 _SIZE = struct.Struct("!I")
@@ -149,8 +153,9 @@ class Outbox:
                     self._flush()
 
     def attach(self, connection: socket.socket) -> None:
-        """Send by this connection, first what has piled up."""
-        self.close()
+        """Send by this connection, first what has piled up while there was none."""
+        if self._socket is not None:
+            self._break()  # of its last frame a part may be on the way
         self.last_heard = time.monotonic()
         with self._lock:
             self._socket = connection
@@ -273,8 +278,13 @@ class TokenServer:
 
     async def _accept(self) -> None:
         while True:
-            connection, _ = await self._loop.sock_accept(self._listener)
-            self._tasks.spawn(self._greet(connection))
+            try:
+                connection, _ = await self._loop.sock_accept(self._listener)
+            except OSError as error:  # of that connection, or no descriptor is free
+                logger.warning("an ingress cannot connect: %s", error)
+                await asyncio.sleep(_ACCEPT_SECONDS)
+            else:
+                self._tasks.spawn(self._greet(connection))
 
     async def _greet(self, connection: socket.socket) -> None:
         """Read the ticket; whoever has none is sent away."""

@@ -366,14 +366,14 @@ class Leader:
             self._fail(request_id, error)
         self._inbox.put(lambda: self._abort_in_engine(request_ids))
 
-    def _die(self, error: BaseException) -> None:
+    def _die(self, error: BaseException, reason: str = "failed") -> None:
         """The engine is of no more use. Whatever it may still say is not heard, and nobody sends it anything more."""
         if self.error is None:
             self.error = error
             self._dead.set()
             self._tasks.cancel()
             for link in self.links:  # first: what is failed here must not come back here
-                link.scheduler.remove_group.remote(self.group_id, "failed")
+                link.scheduler.remove_group.remote(self.group_id, reason)
             self._fail_all()
 
     def _fail_all(self) -> None:
@@ -410,7 +410,7 @@ class Leader:
 
     async def _leave(self, seconds: float) -> None:
         await self.drain(seconds)
-        self._die(GroupDrained("it was drained"))
+        self._die(GroupDrained("it was drained"), "left")
 
     def _ask_to_move(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
@@ -563,14 +563,15 @@ class WorkerGroup:
             while True:
                 ray.get(self.leader.watch.remote(), timeout=_SILENCE_SECONDS)
         except Exception as error:
-            why = error.cause if isinstance(error, ray.exceptions.RayTaskError) else repr(error)
+            why = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
         if self._leaving:
             return
-        logger.error("group %s is lost and will be built anew: %s", self.group_id, why)
-        _say(f"a group of {self.model} is lost and will be built anew")
+        reason, what = ("left", "has been drained") if isinstance(why, GroupDrained) else ("lost", "is lost")
+        logger.error("group %s %s and will be built anew: %r", self.group_id, what, why)
+        _say(f"a group of {self.model} {what} and will be built anew")
         try:
             ray.kill(self.leader)  # stopped or cut off, it must not come back
-            ray.get([s.remove_group.remote(self.group_id, "lost") for s in self._schedulers()], timeout=CALL_TIMEOUT)
+            ray.get([s.remove_group.remote(self.group_id, reason) for s in self._schedulers()], timeout=CALL_TIMEOUT)
         finally:
             ray.kill(ray.get_runtime_context().current_actor)
 

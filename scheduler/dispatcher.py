@@ -304,7 +304,7 @@ class Dispatcher:
         pool = self._pool(request.model)
         if pool.failure is not None and not pool.placement.num_open and now < pool.hopeless_until:
             raise _cannot_start(request.model, pool.failure)
-        resumed = request.attempt > 0
+        resumed = request.admitted
         if not resumed and len(pool.queue) >= self.max_queued_requests:
             message = f"{len(pool.queue)} requests wait for {request.model!r} already; try again later"
             raise Overloaded(message, max(1.0, pool.wait))

@@ -178,12 +178,17 @@ class Request:
     pooling: Pooling | None = None  # its embedding is wanted, and no token
     kv_source: KVSource | None = None  # where its group should fetch blocks from; the global scheduler says
     hand_over: bool = False  # its group gives it away once a store has what was computed; the global scheduler says
-    # Of one that goes on after its worker group was lost: the tokens it has made, how many groups were lost with it
-    # (it was admitted long ago, and keeps its place), and the seconds since it came.
+    # Of one that goes on after its worker group, or the scheduler that had it, was lost: the tokens it has made, how
+    # many groups were lost with it, and the seconds since it came.
     output_token_ids: tuple[int, ...] = ()
     attempt: int = 0
     age: float = 0.0
     traceparent: str = ""  # of the span that it belongs to (W3C Trace Context); empty: it is not traced
+
+    @property
+    def admitted(self) -> bool:
+        """Long ago: it passes no limit again, and keeps its place."""
+        return self.attempt > 0 or self.age > 0
 
     @property
     def reads_prompt(self) -> bool:

@@ -263,7 +263,10 @@ class Chaos:
             self.numbers += 1
             self.say(f"{time.strftime('%X')} {self.numbers}: {name}")
             self._do(name)
-            time.sleep(settle)
+            settled = time.monotonic() + settle
+            while time.monotonic() < settled:
+                time.sleep(min(0.1, settle))
+                self._look()
         self._wait_for(
             lambda: not (self._passing or self._hanging or self._edge) and self._num_up == self.cluster.groups
         )

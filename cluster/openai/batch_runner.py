@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ...scheduler.errors import EngineDead, InvalidRequest, Overloaded, ShuttingDown
+from ...scheduler.errors import DeadlineUnmeetable, EngineDead, InvalidRequest, Overloaded, ShuttingDown
 from ...scheduler.request import Request, SequenceOutput
 from ...scheduler.tenants import Tenant
 from .batch_store import Batch, BatchLock, BatchStore
@@ -290,14 +290,15 @@ class _Run:
                     self.batch.endpoint, body, self.runner.models(), self.runner.engine, _stays_for_ever
                 )
                 return response.status_code, bytes(response.body)
-            except Overloaded as error:
-                await asyncio.sleep(min(longest, max(wait, error.retry_after)))
             except Exception as error:
-                attempts += not isinstance(error, ShuttingDown)  # whoever comes next answers it
-                if not isinstance(error, EngineDead) or attempts == _MAX_ATTEMPTS:
-                    public = as_public(error)
-                    return public.status, json.dumps(error_envelope(public)).encode()
-                await asyncio.sleep(wait)
+                if isinstance(error, Overloaded) and not isinstance(error, DeadlineUnmeetable):
+                    await asyncio.sleep(min(longest, max(wait, error.retry_after)))
+                else:
+                    attempts += not isinstance(error, ShuttingDown)  # whoever comes next answers it
+                    if not isinstance(error, EngineDead) or attempts == _MAX_ATTEMPTS:
+                        public = as_public(error)
+                        return public.status, json.dumps(error_envelope(public)).encode()
+                    await asyncio.sleep(wait)
             wait = min(longest, 2 * wait)
 
     async def _write(self, custom_id: str, status: int, content: bytes) -> None:

@@ -338,6 +338,75 @@ def test_queued_requests_survive_the_scheduler():
     run(test)
 
 
+def test_requests_that_a_scheduler_has_again_pass_no_limit_again_and_keep_their_places():
+    async def test():
+        cluster = Cluster()
+        first = asyncio.create_task(collect(cluster.client, request("first")))
+        await until(lambda: cluster.scheduler.dispatcher.num_queued() == {"m": 1})
+        second = asyncio.create_task(collect(cluster.client, request("second")))
+        await until(lambda: cluster.scheduler.dispatcher.num_queued() == {"m": 2})
+        cluster.restart_scheduler()
+        cluster.scheduler.dispatcher.max_queued_requests = 1
+        await until(lambda: cluster.scheduler.dispatcher.num_queued() == {"m": 2})
+        with pytest.raises(Overloaded):
+            await collect(cluster.client, request("third"))
+        leader = FakeLeader()
+        await cluster.add_group(leader)
+        assert await first == await second == [3, 2, 1] and leader.requests == ["first", "second"]
+
+    run(test)
+
+
+def test_an_ingress_that_was_held_up_until_its_news_were_thrown_away_asks_again(monkeypatch):
+    monkeypatch.setattr(cluster_client, "KEEP_NEWS_SECONDS", 0.01)
+    monkeypatch.setattr(global_scheduler, "_POLL_SECONDS", 0.05)
+
+    async def test():
+        cluster = Cluster()
+        answer = asyncio.create_task(collect(cluster.client, request("r")))
+        await until(lambda: cluster.scheduler.dispatcher.num_queued() == {"m": 1})
+        cluster.scheduler._forget(["r"])
+        await until(lambda: cluster.scheduler.dispatcher.num_queued() == {"m": 1})
+        await cluster.add_group(FakeLeader())
+        assert await answer == [3, 2, 1]
+
+    run(test)
+
+
+def test_what_a_group_has_finished_is_no_word_about_what_waits():
+    """After a restart of the scheduler the same request may be there twice: at a group, and waiting for one."""
+
+    async def test():
+        cluster = Cluster()
+        await cluster.add_group(FakeLeader(hold=True), window=1)
+        holder = asyncio.create_task(collect(cluster.client, request("holder")))
+        await until(lambda: cluster.assigned() == 1)
+        waits = asyncio.create_task(collect(cluster.client, request("waits")))
+        await until(lambda: cluster.scheduler.dispatcher.num_queued() == {"m": 1})
+        await cluster.scheduler.report(GroupReport("g1", ("waits",), None))
+        assert cluster.scheduler.dispatcher.num_queued() == {"m": 1}
+        await cluster.scheduler.report(GroupReport("g1", ("holder",), None))
+        await until(lambda: cluster.assigned() == 2)
+        for task in (holder, waits):
+            task.cancel()
+
+    run(test)
+
+
+def test_a_scheduler_that_cannot_be_asked_fails_what_waits_for_it():
+    async def test():
+        cluster = Cluster()
+
+        async def broken(*_):
+            raise RuntimeError("a mistake of ours")
+
+        cluster.scheduler.submit = broken
+        with pytest.raises(EngineDead, match="cannot be asked"):
+            await collect(cluster.client, request("r"))
+
+    run(test)
+
+
 def test_a_scheduler_that_hangs_is_started_anew(monkeypatch):
     async def test():
         cluster = Cluster()
@@ -570,6 +639,9 @@ def test_several_schedulers_share_the_tenants():
 
         stats = await client.stats()
         assert [g.group_id for g in stats.groups] == ["g"] and not stats.num_queued
+        known = schedulers[0].groups.pop("g")  # it began anew, and has yet to hear of it
+        assert not await client.drain_group("g", 5.0) and not any(s.groups["g"].draining for s in schedulers[1:])
+        schedulers[0].groups["g"] = known
         assert await client.drain_group("g", 5.0) and leader.leaves_within == 5.0
         asks += [
             asyncio.create_task(collect(client, replace(request(f"{name}-late"), tenant=name))) for name in ("t0", "t2")

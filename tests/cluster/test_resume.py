@@ -101,6 +101,19 @@ def test_an_answer_without_a_bound_ends_where_the_next_group_has_no_room_for_it(
     assert generate(Engine((3, GroupLost("gone")), (4, slow)), request=endless)[1] is slow
 
 
+def test_what_is_lost_again_and_again_waits_longer_each_time_within_bounds(monkeypatch):
+    monkeypatch.setattr(resume, "_BACKOFF_SECONDS", 0.25)
+    waits, sleep = [], asyncio.sleep
+
+    async def noted(seconds):
+        waits.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", noted)
+    generate(Engine(*((1, GroupLost("gone")) for _ in range(9))), limit=9)
+    assert waits == [0.25, 0.5, 1.0, 2.0, 4.0, 5.0, 5.0, 5.0]
+
+
 def test_with_a_limit_of_none_the_first_loss_is_told():
     _, error, num_resumed = generate(Engine((2, GroupLost("gone"))), limit=0)
     assert isinstance(error, EngineDead) and num_resumed == 0
@@ -226,8 +239,14 @@ def test_a_sequence_without_a_token_moves_at_once():
 
 
 def test_a_group_that_is_lost_while_it_is_made_ready_is_not_the_last():
-    ids, counts = move(Moving(asks_after=1, ahead_fails=[GroupLost("gone")]))
+    ids, counts = move(Moving(asks_after=1, ahead_fails=[GroupLost("gone")]), limit=1)
     assert ids == ["r", "r~1~ahead1", "r~1~ahead2", "r~1"] and counts["moved"] == 1
+
+
+def test_a_request_that_kills_whatever_is_made_ready_for_it_is_not_sent_on_for_ever():
+    deaths = [GroupDrained("it leaves, too"), *[GroupLost("gone")] * 9]
+    ids, counts = move(Moving(asks_after=1, ahead_fails=deaths), limit=2)
+    assert ids == ["r", *(f"r~1~ahead{i}" for i in (1, 2, 3, 4))] and counts["moved"] == 0
 
 
 def test_where_no_group_can_be_made_ready_the_sequence_stays():

@@ -33,6 +33,24 @@ class Scheduler:
             return bool(self.known)
 
 
+def test_a_group_that_ends_while_it_is_told_to_report_reports_no_more():
+    """Python 3.11's `wait_for` swallows a cancellation that comes with what it waits for."""
+
+    async def test():
+        scheduler = Scheduler(None)
+        scheduler.away = False
+        link = SchedulerLink(scheduler, lambda link: "the group")
+        reporter = asyncio.create_task(link.report_for_ever("g", lambda: None, lambda: None))
+        await asyncio.sleep(0.01)
+        link.wake()
+        await asyncio.sleep(0)
+        reporter.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(reporter, 5)
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
 @pytest.mark.parametrize("error", [ray.exceptions.ActorDiedError(), TimeoutError()])
 def test_a_scheduler_that_is_away_while_a_group_loads_is_joined_later(error, monkeypatch):
     monkeypatch.setattr(scheduler_link, "_REPORT_SECONDS", 0.001)

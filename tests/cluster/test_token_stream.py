@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import errno
 import socket
 import threading
 
@@ -138,6 +139,57 @@ def test_an_ingress_that_reads_slowly_gets_everything_later():
                 while len(received) < 100 * len(big):
                     received += await asyncio.to_thread(slow.recv, 1 << 20)
                 assert received == 100 * big and not leader.broken
+
+    run(test)
+
+
+def test_a_connection_that_cannot_be_taken_is_not_the_last_one(monkeypatch):
+    class Loop:
+        """Without a free descriptor at first."""
+
+        def __init__(self, loop):
+            self.loop, self.failed = loop, False
+
+        def __getattr__(self, name):
+            return getattr(self.loop, name)
+
+        async def sock_accept(self, listener):
+            if not self.failed:
+                self.failed = True
+                raise OSError(errno.EMFILE, "Too many open files")
+            return await self.loop.sock_accept(listener)
+
+    async def test():
+        with Leader() as leader:
+            leader.server._loop = loop = Loop(asyncio.get_running_loop())
+            leader.server.outbox("i").send(TokenFrame((output("r", 1),)))
+            frames = []
+            reading = asyncio.create_task(read_frames(leader.server.open("i"), frames.append))
+            await until(lambda: frames)
+            assert loop.failed
+            reading.cancel()
+
+    run(test)
+
+
+def test_a_new_connection_does_not_begin_within_a_frame():
+    async def test():
+        with Leader() as leader:
+            address = leader.server.open("i")
+            with socket.create_connection((address.host, address.port)) as cut_off:
+                cut_off.sendall(address.ticket)
+                outbox = leader.server.outbox("i")
+                await until(lambda: outbox._socket is not None)
+                for _ in range(100):
+                    outbox.send(TokenFrame((output("r", *range(20_000)),)))
+                assert outbox._unsent
+                frames = []
+                reading = asyncio.create_task(read_frames(leader.server.open("i"), frames.append))
+                await until(lambda: leader.broken)  # what its sequences said is lost: they must go on otherwise
+                outbox.send(TokenFrame((output("after", 1),)))
+                await until(lambda: frames)
+                assert [o.request_id for f in frames for o in f.outputs] == ["after"] and not reading.done()
+                reading.cancel()
 
     run(test)
 

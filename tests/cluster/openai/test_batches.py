@@ -20,7 +20,7 @@ from pagedray.cluster.openai.batch_store import BatchStore
 from pagedray.cluster.openai.engine_client import ServedModel
 from pagedray.cluster.openai.file_store import FileOptions, FileStore
 from pagedray.cluster.openai.router import build_app
-from pagedray.scheduler.errors import EngineDead, Overloaded, ShuttingDown
+from pagedray.scheduler.errors import DeadlineUnmeetable, EngineDead, Overloaded, ShuttingDown
 from pagedray.scheduler.tenants import Tenant, TenantDirectory, hash_key
 
 CHAT = "/v1/chat/completions"
@@ -522,6 +522,10 @@ def test_what_may_be_better_later_is_tried_again(site):
             batch = await client.ended(await client.create(jsonl(line("a"))))
             error = (await client.lines(batch["error_file_id"]))["a"]["response"]
             assert error["status_code"] == 503 and error["body"]["error"]["code"] == "engine_dead"
+            site.engine.script = lambda request: [DeadlineUnmeetable("it would come too late", 0.01)]
+            batch = await client.ended(await client.create(jsonl(line("a"))))  # later it would be as late
+            error = (await client.lines(batch["error_file_id"]))["a"]["response"]
+            assert error["status_code"] == 429 and error["body"]["error"]["code"] == "deadline_unmeetable"
             left = iter(range(12))  # a server that ends takes its time, and the next one answers
             site.engine.script = lambda _: (
                 [ShuttingDown("ends")] if next(left, None) is not None else site.engine.spell("x")
