@@ -90,6 +90,7 @@ double multiply(int64_t rounds) {
 #elif defined(__AVX512BF16__)
     __m512 s[16] = {};
     alignas(64) char a[1024] = {};
+    asm volatile("" : "+m"(a));  // or the compiler knows that all sums are one
     for (int64_t i = 0; i < rounds; ++i)
         for (int k = 0; k < 16; ++k)
             s[k] = _mm512_dpbf16_ps(s[k], (__m512bh)_mm512_load_si512(a + 64 * k), (__m512bh)_mm512_load_si512(a));
@@ -100,6 +101,7 @@ double multiply(int64_t rounds) {
 #elif defined(__AVX2__) && defined(__FMA__)
     __m256 s[12] = {};
     alignas(64) float a[96] = {};
+    asm volatile("" : "+m"(a));  // or the compiler knows that all sums are one
     for (int64_t i = 0; i < rounds; ++i)
         for (int k = 0; k < 12; ++k)
             s[k] = _mm256_fmadd_ps(_mm256_load_ps(a + 8 * k), _mm256_load_ps(a), s[k]);
