@@ -226,6 +226,8 @@ class Leader:
             await asyncio.wait_for(self._dead.wait(), _WATCH_SECONDS)
         except TimeoutError:
             pass
+        if isinstance(self.error, GroupDrained):
+            raise self.error
         if self.error is not None:
             raise EngineDead(f"the engine of group {self.group_id} stopped: {self.error}")
         began = self._step_began

@@ -27,6 +27,7 @@ from .tokenizer import TokenBytes, load_backend
 logger = logging.getLogger(__name__)
 
 MAX_GRAMMAR = 100_000  # characters
+_TRIED_BYTES = 32  # of some text that fits: limits that no setting raises are met while one goes on
 _MASK_SECONDS = 30.0  # for a step's; the limits below end one within some 20 ms
 _COMPILE_SECONDS = 300.0  # for a grammar and those before it; the limits below end one within a second or two
 
@@ -98,10 +99,16 @@ def _fault(matcher: LLMatcher) -> str:
     """What is wrong with the grammar of a new matcher over single bytes; nothing: an empty text."""
     if matcher.is_error():
         return matcher.get_error()
-    beginnings = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-    if matcher.is_error():  # found while looking for a first byte
-        return "it is too complex" if "TooComplex" in matcher.stop_reason() else "no text fits it"
-    return "" if beginnings[: _bytes().eos_token].any() else "only the empty text fits it"
+    for length in range(_TRIED_BYTES):
+        mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        following = np.flatnonzero(mask[: _bytes().eos_token])
+        if matcher.is_error():  # found while looking for the next byte
+            too_complex = length or "TooComplex" in matcher.stop_reason()
+            return f"it is too complex: {matcher.get_error().splitlines()[0]}" if too_complex else "no text fits it"
+        if not len(following):
+            return "" if length else "only the empty text fits it"
+        matcher.consume_token(int(following[0]))
+    return ""
 
 
 @cache
@@ -284,5 +291,5 @@ class GrammarMatcher:
 def _look(matcher: LLMatcher, allowed: np.ndarray) -> None:
     """Fill in what may come next."""
     if matcher.is_error():  # a limit was met on the way: its mask allows nothing but the end
-        logger.warning("a structured output ended early: %s", matcher.stop_reason())
+        logger.warning("a structured output ended early: %s", matcher.get_error())
     matcher.unsafe_compute_mask_ptr(allowed.ctypes.data, allowed.nbytes)

@@ -69,6 +69,8 @@ def test_every_group_is_drained_by_hand_at_20_requests_a_second(server, capsys):
     assert server.metric("pagedray_request_failed_total") == 0
     server.wait_idle(10)
     assert "has left" in capsys.readouterr().out
+    log = server.log.read_text()
+    assert log.count("has been drained and will be built anew") == 2 and "is lost" not in log
 
 
 def test_what_cannot_be_drained_is_named(server, capsys):

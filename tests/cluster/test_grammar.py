@@ -24,6 +24,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 
+WIDE = {"type": "object", "properties": {f"k{i}": {} for i in range(600)}}
+
 
 @pytest.fixture
 def compiler(monkeypatch):
@@ -209,6 +211,8 @@ def test_a_vocabulary_that_cannot_be_read_ends_the_text_and_nothing_else(monkeyp
         ({"json": '{"multipleOf": 1e-999999999}'}, "multipleOf must be at most"),
         ({"json": '{"multipleOf": 1e999999999}'}, "multipleOf must be at most"),
         ({"grammar": r'start: %json {"multi\u0070leOf": 999983}'}, "multipleOf must be at most"),
+        ({"json": WIDE}, "too complex"),
+        ({"json": {"type": "array", "items": WIDE, "minItems": 1}}, "too complex"),
         ({"json": "{}", "regex": "a"}, "together"),
         ({}, "none is set"),
         ({"choice": "ab"}, "list of one or more non-empty strings"),
@@ -232,6 +236,17 @@ def test_a_multiple_of_cents_and_of_hundreds_is_allowed():
         "lot": {"type": "integer", "multipleOf": 100},
     }
     check_grammar(StructuredOutputsParams(json={"type": "object", "properties": fields}), "structured_outputs")
+
+
+@pytest.mark.parametrize("num_optional, num_required", [(300, 0), (0, 2000)])
+def test_an_object_may_have_hundreds_of_fields(num_optional, num_required):
+    names = [f"k{i}" for i in range(num_optional + num_required)]
+    schema = {
+        "type": "object",
+        "properties": dict.fromkeys(names, {"type": "string"}),
+        "required": names[num_optional:],
+    }
+    check_grammar(StructuredOutputsParams(json=schema), "structured_outputs")
 
 
 @pytest.mark.parametrize("params", [{"regex": "a?"}, {"grammar": 'root ::= "a"?'}, {"json": {"const": ""}}])
