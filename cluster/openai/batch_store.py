@@ -68,7 +68,8 @@ class Batch:
 
 
 class BatchLock:
-    """Shows that a process runs a batch. Ends with the process."""
+    """Shows that a process runs a batch. Ends with the process, and where nobody has it any more: whoever waited for it
+    may have been cancelled meanwhile."""
 
     def __init__(self, path: Path, descriptor: int):
         self._path, self._descriptor = path, descriptor
@@ -76,7 +77,14 @@ class BatchLock:
     def release(self, remove: bool) -> None:
         if remove:
             self._path.unlink(missing_ok=True)
-        os.close(self._descriptor)
+        self._close()
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    __del__ = _close
 
 
 class BatchStore:

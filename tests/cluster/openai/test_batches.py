@@ -371,6 +371,19 @@ def test_a_batch_goes_on_after_a_restart(site):
     assert len(answered) <= 60 + 2 * 100 and len(set(answered)) == 60
 
 
+def test_a_lock_that_nobody_has_any_more_is_free(site):
+    """Who waited for it in a thread may have been cancelled: a batch would never be taken up again."""
+    store = BatchStore(FileStore(site.options))
+    times = {"completion_window": "24h", "created_at": 0, "expires_at": 1}
+    batch = store.create("default", {"endpoint": CHAT, "input_file_id": "file-x", **times})
+    held = store.lock(batch)
+    assert held is not None and store.lock(batch) is None
+    del held
+    again = store.lock(batch)
+    assert again is not None
+    again.release(remove=True)
+
+
 @pytest.mark.parametrize("step", ["state", "files"])
 def test_a_crash_while_a_batch_ends(site, monkeypatch, step):
     class Crash(BaseException):
