@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 from ray.serve.config import AutoscalingConfig
+from waiting import wait_until
 
 from pagedray.cluster import autoscaling
 from pagedray.cluster.app import application
@@ -65,6 +66,7 @@ def settled(policy, target, expected, seconds=10.0):
 def test_it_follows_the_scheduler_and_ends_with_its_thread(scheduler):
     policy = autoscaling.GroupScaling("m", min_groups=0, max_groups=8, upscale_delay=0.0)
     settled(policy, 1, 4)
+    wait_until(lambda: len(scheduler.asked) > 1)
     assert scheduler.asked[0] == ("m", True) and set(scheduler.asked[1:]) == {("m", False)}
     threads = [t for t in threading.enumerate() if t.name == "demand"]
     del policy
