@@ -39,8 +39,10 @@ class _Stream:
         self.group_id: str | None = None
         self.epoch: str | None = None  # of the scheduler that has it
 
-    def again(self) -> Request:
-        """For a scheduler that does not know it, or not any more: it was admitted, and has waited already."""
+    def to_submit(self) -> Request:
+        """One that a scheduler has had before was admitted, and has waited already."""
+        if self.epoch is None:
+            return self.request
         return replace(self.request, age=self.request.age + time.monotonic() - self.began)
 
 
@@ -120,15 +122,15 @@ class ClusterClient:
         while self._to_submit:
             batch, self._to_submit = self._to_submit, []
             try:
-                await self._submit_batch(batch, [s.request for s in batch])
+                await self._submit_batch(batch)
             except Exception as error:
                 for stream in batch:
                     stream.news.put_nowait(_told(error))
             if self._streams:
                 self._waiter = self._running(self._waiter, self._hear_news)
 
-    async def _submit_batch(self, batch: list[_Stream], requests: list[Request]) -> None:
-        arguments = self.ingress_id, requests, self._seen
+    async def _submit_batch(self, batch: list[_Stream]) -> None:
+        arguments = self.ingress_id, [s.to_submit() for s in batch], self._seen
         news = None
         try:
             news = Assignments.from_json(await self._channel.call("submit", *arguments, timeout=CALL_TIMEOUT / 2))
@@ -153,7 +155,7 @@ class ClusterClient:
                 # News for who does not ask are thrown away in time: this process may have been held up.
                 missed, heard = time.monotonic() - heard > KEEP_NEWS_SECONDS / 2, time.monotonic()
                 if unknown := [s for s in self._unassigned() if missed or s.epoch != news.epoch]:
-                    await self._submit_batch(unknown, [s.again() for s in unknown])  # or the scheduler restarted
+                    await self._submit_batch(unknown)  # or the scheduler restarted
             except Exception as error:
                 for stream in self._unassigned():
                     stream.news.put_nowait(_told(error))

@@ -368,12 +368,13 @@ class Leader:
             self._fail(request_id, error)
         self._inbox.put(lambda: self._abort_in_engine(request_ids))
 
-    def _die(self, error: BaseException, reason: str = "failed") -> None:
+    def _die(self, error: BaseException) -> None:
         """The engine is of no more use. Whatever it may still say is not heard, and nobody sends it anything more."""
         if self.error is None:
             self.error = error
             self._dead.set()
             self._tasks.cancel()
+            reason = "left" if isinstance(error, GroupDrained) else "failed"
             for link in self.links:  # first: what is failed here must not come back here
                 link.scheduler.remove_group.remote(self.group_id, reason)
             self._fail_all()
@@ -412,7 +413,7 @@ class Leader:
 
     async def _leave(self, seconds: float) -> None:
         await self.drain(seconds)
-        self._die(GroupDrained("it was drained"), "left")
+        self._die(GroupDrained("it was drained"))
 
     def _ask_to_move(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:

@@ -264,9 +264,7 @@ class Chaos:
             self.say(f"{time.strftime('%X')} {self.numbers}: {name}")
             self._do(name)
             settled = time.monotonic() + settle
-            while time.monotonic() < settled:
-                time.sleep(min(0.1, settle))
-                self._look()
+            self._wait_for(lambda: time.monotonic() > settled)  # noqa: B023
         self._wait_for(
             lambda: not (self._passing or self._hanging or self._edge) and self._num_up == self.cluster.groups
         )

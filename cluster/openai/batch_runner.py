@@ -290,15 +290,15 @@ class _Run:
                     self.batch.endpoint, body, self.runner.models(), self.runner.engine, _stays_for_ever
                 )
                 return response.status_code, bytes(response.body)
+            except DeadlineUnmeetable as error:  # later it would be as late
+                return _failure(error)
+            except Overloaded as error:
+                await asyncio.sleep(min(longest, max(wait, error.retry_after)))
             except Exception as error:
-                if isinstance(error, Overloaded) and not isinstance(error, DeadlineUnmeetable):
-                    await asyncio.sleep(min(longest, max(wait, error.retry_after)))
-                else:
-                    attempts += not isinstance(error, ShuttingDown)  # whoever comes next answers it
-                    if not isinstance(error, EngineDead) or attempts == _MAX_ATTEMPTS:
-                        public = as_public(error)
-                        return public.status, json.dumps(error_envelope(public)).encode()
-                    await asyncio.sleep(wait)
+                attempts += not isinstance(error, ShuttingDown)  # whoever comes next answers it
+                if not isinstance(error, EngineDead) or attempts == _MAX_ATTEMPTS:
+                    return _failure(error)
+                await asyncio.sleep(wait)
             wait = min(longest, 2 * wait)
 
     async def _write(self, custom_id: str, status: int, content: bytes) -> None:
@@ -391,6 +391,12 @@ def _envelope(line: bytes, endpoint: str, max_bytes: int) -> dict[str, Any]:
 
 def _error(code: str, message: str, line: int | None, param: str | None = None) -> dict[str, Any]:
     return {"code": code, "message": message[:500], "param": param, "line": line}
+
+
+def _failure(error: Exception) -> tuple[int, bytes]:
+    """Status and body."""
+    public = as_public(error)
+    return public.status, json.dumps(error_envelope(public)).encode()
 
 
 def _append(path: Path, line: str) -> None:

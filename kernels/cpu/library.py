@@ -68,14 +68,15 @@ def load(tier: str | None = None) -> NativeLibrary | None:
         try:
             path = build(candidate)
             library = NativeLibrary(candidate, path, ctypes.CDLL(str(path)))
-        except (BuildError, OSError) as error:
+        except BuildError as error:  # an old compiler does not know every CPU
             first_error = first_error or error
-            if isinstance(error, BuildError):  # an old compiler does not know every CPU
-                continue
+        except OSError as error:
+            first_error = first_error or error
             break
-        if first_error is not None:
-            logger.warning("cpu kernels: %s instead of %s, slower: %s", candidate, available[0], first_error)
-        return library
+        else:
+            if first_error is not None:
+                logger.warning("cpu kernels: %s instead of %s, slower: %s", candidate, available[0], first_error)
+            return library
     logger.warning("cpu kernels: PyTorch reference, many times slower than native ones: %s", first_error)
     return None
 

@@ -4,7 +4,7 @@ import asyncio
 import time
 from types import SimpleNamespace
 
-from pagedray.cluster import global_scheduler, kv_store
+from pagedray.cluster import global_scheduler
 from pagedray.cluster.kv_store import PACK_SECONDS, KVOffer, KVStore
 from pagedray.scheduler.prefix_index import pack
 
@@ -38,7 +38,7 @@ def test_blocks_are_not_read_when_their_group_may_use_them_for_something_else(mo
         assert await store.publish("g", offer(b"a", PACK_SECONDS - 1)) == "failed"  # to pack them may take longer
         assert await store.publish("g", offer(b"b", -30)) == "failed"
         assert rank.packed == [] and len(store.runs) == 0
-        assert await store.publish("g", offer(b"b", kv_store.PACK_SECONDS + 1)) == "stored"
+        assert await store.publish("g", offer(b"b", PACK_SECONDS + 1)) == "stored"
         assert rank.packed == [(7,)] and len(store.runs) == 1
 
     asyncio.run(asyncio.wait_for(test(), 20))

@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import socket
 import threading
+from contextlib import asynccontextmanager
 
 import pytest
 import uvloop
@@ -45,6 +46,17 @@ class Leader:
 async def until(condition):
     while not condition():
         await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def connected(leader):
+    """An ingress that has shown its ticket and reads nothing: its socket, and the leader's outbox for it."""
+    address = leader.server.open("i")
+    with socket.create_connection((address.host, address.port)) as connection:
+        connection.sendall(address.ticket)
+        outbox = leader.server.outbox("i")
+        await until(lambda: outbox._socket is not None)
+        yield connection, outbox
 
 
 def test_what_is_kept_for_an_ingress_that_fell_silent():
@@ -125,11 +137,7 @@ def test_what_was_sent_before_the_ingress_came_and_after_arrives_in_order():
 def test_an_ingress_that_reads_slowly_gets_everything_later():
     async def test():
         with Leader() as leader:
-            address = leader.server.open("i")
-            with socket.create_connection((address.host, address.port)) as slow:
-                slow.sendall(address.ticket)
-                outbox = leader.server.outbox("i")
-                await until(lambda: outbox._socket is not None)
+            async with connected(leader) as (slow, outbox):
                 big = encode(TokenFrame((output("r", *range(20_000)),)))
                 for _ in range(100):
                     outbox.send(TokenFrame((output("r", *range(20_000)),)))
@@ -175,11 +183,7 @@ def test_a_connection_that_cannot_be_taken_is_not_the_last_one(monkeypatch):
 def test_a_new_connection_does_not_begin_within_a_frame():
     async def test():
         with Leader() as leader:
-            address = leader.server.open("i")
-            with socket.create_connection((address.host, address.port)) as cut_off:
-                cut_off.sendall(address.ticket)
-                outbox = leader.server.outbox("i")
-                await until(lambda: outbox._socket is not None)
+            async with connected(leader) as (_, outbox):
                 for _ in range(100):
                     outbox.send(TokenFrame((output("r", *range(20_000)),)))
                 assert outbox._unsent
@@ -199,11 +203,7 @@ def test_an_ingress_that_reads_nothing_is_given_up(monkeypatch):
 
     async def test():
         with Leader() as leader:
-            address = leader.server.open("i")
-            with socket.create_connection((address.host, address.port)) as stuck:
-                stuck.sendall(address.ticket)
-                outbox = leader.server.outbox("i")
-                await until(lambda: outbox._socket is not None)
+            async with connected(leader) as (_, outbox):
                 for _ in range(200):
                     outbox.send(TokenFrame((output("r", *range(20_000)),)))
                 await until(lambda: leader.broken)
